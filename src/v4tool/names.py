@@ -1,0 +1,341 @@
+"""The grammar of tensor names, and what a recording must hold (SPEC section 6).
+
+A name is a pass prefix (nothing for the prefill, `decode.<i>.`, `mtp.0.prefill.`, `mtp.0.decode.`), a module
+path (`layers.3.attn.wq_a`) and what is recorded of it (`.out`, or `.pre`, `.in` where SPEC says so). Everything
+here follows from the model's configuration and the number of tokens; nothing is run and no tensor is touched.
+Which routed experts appear depends on the data, so they are described once, as `experts.<E>.*`.
+
+Shape letters: S tokens of the pass, P its start position, D dim, H heads, C head_dim, R rotated dims,
+M streams, K experts per token, I the experts' inner width, V vocabulary.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from v4tool.config import ModelConfig
+
+Kind = Literal["bf16", "acc", "int"]
+Shape = tuple[int | None, ...]
+
+ITEMSIZE = {"F32": 4, "I32": 4, "I64": 8}
+EXPERT = re.compile(r"experts\.(\d+|<E>)\.")
+INDEXED_RATIO = 4
+EXPERT_OUTPUTS = ("w1.out", "w3.out", "w2.out", "out")
+
+
+@dataclass(frozen=True)
+class KeySpec:
+    """What one key must be.
+
+    dtype: safetensors name (F32, I32, I64). shape: None stands for the number of tokens that an expert
+    received. kind: "bf16" values are exactly representable in BF16, "acc" values were kept in the
+    accumulation dtype and rounded to FP32 for the recording, "int" are indices.
+    """
+
+    dtype: str
+    shape: Shape
+    kind: Kind
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes; rows that depend on the data count as none."""
+        return ITEMSIZE[self.dtype] * math.prod(n or 0 for n in self.shape)
+
+
+Keys = dict[str, KeySpec]
+
+
+def bf16(*shape: int | None) -> KeySpec:
+    """An FP32 tensor whose values are BF16 values."""
+    return KeySpec("F32", shape, "bf16")
+
+
+def acc(*shape: int | None) -> KeySpec:
+    """An FP32 tensor of values that the model keeps in the accumulation dtype."""
+    return KeySpec("F32", shape, "acc")
+
+
+def index(dtype: str, *shape: int | None) -> KeySpec:
+    """An integer tensor."""
+    return KeySpec(dtype, shape, "int")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass over the layers: `tokens` tokens that start at position `start` (0: the prefill)."""
+
+    prefix: str
+    tokens: int
+    start: int
+
+    @property
+    def end(self) -> int:
+        """Number of positions known after the pass."""
+        return self.start + self.tokens
+
+
+def has_indexer(ratio: int) -> bool:
+    """Whether an indexer chooses the compressed blocks: only blocks of 4 tokens (SPEC 1)."""
+    return ratio == INDEXED_RATIO
+
+
+def compressor_groups(ratio: int) -> int:
+    """SPEC's c: 2 where neighbouring blocks overlap (blocks of 4 tokens), else 1."""
+    return 2 if ratio == INDEXED_RATIO else 1
+
+
+def steps_of(length: int, decode: int) -> list[Step]:
+    """The passes of the main stack: the prefill of `length` tokens, then `decode` single tokens."""
+    prefill = Step("", length, 0)
+    return [prefill, *(Step(f"decode.{i}.", 1, length + i) for i in range(decode))]
+
+
+def complete_blocks(step: Step, ratio: int) -> int:
+    """Compressed blocks that the pass itself completes (SPEC 5, Compressor)."""
+    return step.end // ratio - step.start // ratio
+
+
+def compressed_columns(step: Step, ratio: int) -> int:
+    """Compressed blocks that exist after the pass: the candidates of its queries (SPEC 5, step 3)."""
+    return step.end // ratio
+
+
+def window_columns(config: ModelConfig, step: Step) -> int:
+    """Columns of the window part of the index table (SPEC 5, step 3)."""
+    return min(step.tokens, config.window_size) if step.start == 0 else config.window_size
+
+
+def selected_columns(config: ModelConfig, step: Step, ratio: int) -> int:
+    """Columns of the compressed part of the index table: at most top-k for ratio 4, all for others."""
+    if ratio == 0:
+        return 0
+    blocks = compressed_columns(step, ratio)
+    return min(config.index_topk, blocks) if has_indexer(ratio) else blocks
+
+
+def kv_rows(config: ModelConfig, step: Step, ratio: int) -> int:
+    """Rows of `sparse_attn.in.kv` (SPEC 5, step 5)."""
+    blocks = compressed_columns(step, ratio) if ratio else 0
+    return (step.tokens if step.start == 0 else config.window_size) + blocks
+
+
+def hc_keys(config: ModelConfig, name: str, step: Step) -> Keys:
+    """`pre`, `post` and `comb` of one hyper-connection."""
+    s, m = step.tokens, config.hc_mult
+    return {
+        f"{name}.pre": acc(1, s, m),
+        f"{name}.post": acc(1, s, m),
+        f"{name}.comb": acc(1, s, m, m),
+    }
+
+
+def compressor_keys(
+    config: ModelConfig, name: str, step: Step, ratio: int, width: int, rot: str
+) -> Keys:
+    """A compressor's keys; `norm.out`, the rotation `rot` and `out` only where it gives a block."""
+    s, t = step.tokens, complete_blocks(step, ratio)
+    doubled = width * compressor_groups(ratio)
+    keys = {f"{name}.wkv.out": acc(1, s, doubled), f"{name}.wgate.out": acc(1, s, doubled)}
+    if t:
+        keys[f"{name}.norm.out"] = bf16(1, t, width)
+        keys[rot] = bf16(1, t, config.rope_head_dim)
+        keys[f"{name}.out"] = bf16(1, t, width)
+    return keys
+
+
+def indexer_keys(config: ModelConfig, step: Step, ratio: int) -> Keys:
+    """The indexer's keys, its own compressor's among them."""
+    s, heads, dim = step.tokens, config.index_n_heads, config.index_head_dim
+    return {
+        "attn.indexer.wq_b.out": bf16(1, s, heads * dim),
+        "attn.rope.rot.2.out": bf16(1, s, heads, config.rope_head_dim),
+        **compressor_keys(
+            config, "attn.indexer.compressor", step, ratio, dim, "attn.rope.rot.3.out"
+        ),
+        "attn.indexer.weights_proj.out": bf16(1, s, heads),
+        "attn.indexer.out": index("I64", 1, s, selected_columns(config, step, ratio)),
+    }
+
+
+def attention_keys(config: ModelConfig, step: Step, ratio: int) -> Keys:
+    """Everything that is recorded under `attn.`, in order of execution."""
+    s, h, c, r = step.tokens, config.n_heads, config.head_dim, config.rope_head_dim
+    keys: Keys = {
+        "attn.wq_a.out": bf16(1, s, config.q_lora_rank),
+        "attn.q_norm.out": bf16(1, s, config.q_lora_rank),
+        "attn.wq_b.out": bf16(1, s, h * c),
+        "attn.rope.rot.0.out": bf16(1, s, h, r),
+        "attn.wkv.out": bf16(1, s, c),
+        "attn.kv_norm.out": bf16(1, s, c),
+        "attn.rope.rot.1.out": bf16(1, s, r),
+    }
+    next_rotation = 2
+    if has_indexer(ratio):
+        keys |= indexer_keys(config, step, ratio)
+        next_rotation = 4 if complete_blocks(step, ratio) else 3
+    if ratio:
+        rot = f"attn.rope.rot.{next_rotation}.out"
+        keys |= compressor_keys(config, "attn.compressor", step, ratio, c, rot)
+    columns = window_columns(config, step) + selected_columns(config, step, ratio)
+    return keys | {
+        "attn.sparse_attn.in.q": bf16(1, s, h, c),
+        "attn.sparse_attn.in.kv": bf16(1, kv_rows(config, step, ratio), c),
+        "attn.sparse_attn.in.topk_idxs": index("I32", 1, s, columns),
+        "attn.sparse_attn.out": bf16(1, s, h, c),
+        "attn.rope.o_inv.out": bf16(1, s, h, r),
+        "attn.wo_b.in": bf16(1, s, config.o_groups * config.o_lora_rank),
+        "attn.wo_b.out": bf16(1, s, config.dim),
+        "attn.out": bf16(1, s, config.dim),
+    }
+
+
+def expert_keys(config: ModelConfig, name: str, rows: int | None) -> Keys:
+    """The four keys of an expert that received `rows` tokens (None: depends on the data)."""
+    inner, dim = config.moe_inter_dim, config.dim
+    widths = dict(zip(EXPERT_OUTPUTS, (inner, inner, dim, dim), strict=True))
+    return {f"{name}.{output}": bf16(rows, width) for output, width in widths.items()}
+
+
+def moe_keys(config: ModelConfig, layer: int, step: Step) -> Keys:
+    """Everything that is recorded under `ffn.`; routed experts as `experts.<E>`."""
+    s, k = step.tokens, config.n_activated_experts
+    return {
+        "ffn.gate.out.0": acc(s, k),
+        "ffn.gate.out.1": index("I32" if config.is_hash(layer) else "I64", s, k),
+        **expert_keys(config, "ffn.experts.<E>", None),
+        **expert_keys(config, "ffn.shared_experts", s),
+        "ffn.out": bf16(1, s, config.dim),
+    }
+
+
+def block_keys(config: ModelConfig, layer: int, step: Step) -> Keys:
+    """Everything that one block records except its own `out`, in order of execution."""
+    s, dim = step.tokens, config.dim
+    return {
+        **hc_keys(config, "hc_attn", step),
+        "attn_norm.out": bf16(1, s, dim),
+        **attention_keys(config, step, config.ratio(layer)),
+        **hc_keys(config, "hc_ffn", step),
+        "ffn_norm.out": bf16(1, s, dim),
+        **moe_keys(config, layer, step),
+    }
+
+
+def layer_keys(config: ModelConfig, layer: int, step: Step) -> Keys:
+    """A main layer's keys, without the `layers.<n>.` in front."""
+    out = bf16(1, step.tokens, config.hc_mult, config.dim)
+    return {**block_keys(config, layer, step), "out": out}
+
+
+def mtp_keys(config: ModelConfig, step: Step) -> Keys:
+    """The keys of an MTP pass, without the pass prefix (SPEC 6, last row of the table)."""
+    s, m, dim = step.tokens, config.hc_mult, config.dim
+    logits = acc(1, config.vocab_size)
+    return {
+        "embed.out": bf16(1, s, dim),
+        "enorm.out": bf16(1, s, dim),
+        "e_proj.out": bf16(1, s, dim),
+        "hnorm.out": bf16(1, s, m, dim),
+        "h_proj.out": bf16(1, s, m, dim),
+        **block_keys(config, config.n_layers, step),
+        "norm.out": bf16(1, s, dim),
+        "head.out": logits,
+        "logits.out": logits,
+        "out": logits,
+    }
+
+
+def main_keys(config: ModelConfig, step: Step, layers: Iterable[int]) -> Keys:
+    """The keys of one pass over the main stack, restricted to some layers."""
+    p, s = step.prefix, step.tokens
+    keys = {
+        f"{p}input_ids": index("I64", 1, s),
+        f"{p}embed.out": bf16(1, s, config.dim),
+    }
+    for n in layers:
+        keys |= {f"{p}layers.{n}.{k}": v for k, v in layer_keys(config, n, step).items()}
+    return keys | {
+        f"{p}norm.out": bf16(1, s, config.dim),
+        f"{p}head.out": acc(1, config.vocab_size),
+    }
+
+
+def recording_keys(
+    config: ModelConfig, length: int, decode: int = 0, *, mtp: bool = True
+) -> Keys:
+    """Every key of a complete recording of `length` tokens and `decode` steps (SPEC 6).
+
+    Routed experts appear once per pass and layer as `experts.<E>.*` with None rows.
+    """
+    prefill, *decodes = steps_of(length, decode)
+    keys = main_keys(config, prefill, range(config.n_layers))
+    if mtp:
+        passes = Step("mtp.0.prefill.", length, 0), Step("mtp.0.decode.", 1, length)
+        for step in passes:
+            keys |= {f"{step.prefix}{k}": v for k, v in mtp_keys(config, step).items()}
+    for step in decodes:
+        keys |= main_keys(config, step, range(config.n_layers))
+    return keys
+
+
+def is_expert(key: str) -> bool:
+    """Whether the key belongs to a routed expert."""
+    return EXPERT.search(key) is not None
+
+
+def base_keys(keys: Keys) -> Keys:
+    """The keys without the routed experts' (SPEC 6 calls them base keys)."""
+    return {k: v for k, v in keys.items() if not is_expert(k)}
+
+
+def with_rows(spec: KeySpec, rows: int) -> KeySpec:
+    """An expert's spec with the number of its tokens filled in."""
+    return KeySpec(spec.dtype, tuple(rows if n is None else n for n in spec.shape), spec.kind)
+
+
+def routed_tokens(config: ModelConfig, key: str, keys: Keys) -> int:
+    """Rows that all experts of the key's layer and pass share out: tokens times experts per token."""
+    gate = EXPERT.split(key)[0] + "gate.out.1"
+    tokens = keys[gate].shape[0]
+    assert tokens is not None
+    return tokens * config.n_activated_experts
+
+
+def payload_bytes(config: ModelConfig, keys: Keys) -> int:
+    """Payload of a recording with these keys: the same however the tokens spread over experts."""
+    total = sum(spec.nbytes for spec in keys.values())
+    for key, spec in keys.items():
+        if "<E>" in key:
+            total += with_rows(spec, routed_tokens(config, key, keys)).nbytes
+    return total
+
+
+def most_tensors(config: ModelConfig, keys: Keys) -> int:
+    """Upper bound of the number of tensors, whatever the routing."""
+    experts = sum(
+        min(config.n_routed_experts, routed_tokens(config, k, keys)) for k in keys if "<E>" in k
+    )
+    return len(base_keys(keys)) + experts
+
+
+def layer_of(key: str) -> int | None:
+    """The main layer that a key belongs to, or None (embedding, head, MTP)."""
+    match = re.match(r"(?:decode\.\d+\.)?layers\.(\d+)\.", key)
+    return int(match[1]) if match else None
+
+
+def matches(key: str, globs: Iterable[str]) -> bool:
+    """Whether a key matches one of the shell patterns; `<E>` stands for any expert number."""
+    concrete = key.replace("<E>", "0")
+    return any(fnmatchcase(key, g) or fnmatchcase(concrete, g) for g in globs)
+
+
+def parse_layers(text: str) -> Iterator[int]:
+    """The numbers of a list such as `0,2-5`; ValueError where it is none."""
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        yield from range(int(first), int(last if dash else first) + 1)
