@@ -1,0 +1,130 @@
+"""Quantisation of activations and the Hadamard rotation (SPEC sections 3 and 5).
+
+Scales are powers of two, so a BF16 value divided by its scale is again a BF16 value (or far below
+half a step of the grid): rounding to E4M3 or E2M1 is a look-up over all BF16 bit patterns, in
+tables made by `formats`. A block that holds an infinity or a NaN gets the scale NaN (code 255),
+which is the only thing here that SPEC leaves open. Left out: the products (`linear`).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from v4tool.quant.formats import E2M1, E4M3, E8M0, e2m1_encode, e4m3_encode
+
+_ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+_FP8_CODE = torch.where(_ALL_BF16.isnan(), 0x7F, e4m3_encode(_ALL_BF16)).to(torch.uint8).numpy()
+_FP4_CODE = torch.where(_ALL_BF16.isnan(), 0, e2m1_encode(_ALL_BF16)).to(torch.uint8).numpy()
+_E8M0_BF16 = E8M0.bfloat16()
+_INVERSE_BF16 = (1.0 / E8M0.double()).bfloat16()
+
+
+def _scale_codes(amax: Tensor, floor: float, inverse_max: float) -> Tensor:
+    """The E8M0 code of 2^ceil(log2(max(amax, floor) / max)); F32 [...] -> uint8; not finite: 255.
+
+    The ceiling is read off the FP32 bits of one FP32 product: the exponent, plus one if any
+    mantissa bit is set. The floors keep the product a normal number.
+    """
+    factor = torch.tensor(inverse_max, dtype=torch.float32)
+    least = torch.tensor(floor, dtype=torch.float32)
+    bits = (torch.maximum(amax, least) * factor).view(torch.int32)
+    code = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+    return torch.where(amax.isfinite(), code, 255).to(torch.uint8)
+
+
+def fp8_scale(amax: Tensor) -> Tensor:
+    """The scale code of an FP8 block of this largest magnitude; F32 [...] -> uint8 [...] (SPEC
+    3)."""
+    return _scale_codes(amax, 1e-4, 1 / 448)
+
+
+def fp4_scale(amax: Tensor) -> Tensor:
+    """The scale code of an FP4 block of this largest magnitude; F32 [...] -> uint8 [...] (SPEC
+    3)."""
+    return _scale_codes(amax, 6 * 2.0**-126, 1 / 6)
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    """Cut the last dimension: BF16 [..., n] -> [..., ceil(n / block), block], zeros at the end."""
+    missing = -x.shape[-1] % block
+    padded = F.pad(x, (0, missing)) if missing else x
+    return padded.reshape(*x.shape[:-1], -1, block)
+
+
+def _amax(blocks: Tensor) -> Tensor:
+    """The largest magnitude of each block, F32; the bits without the sign sort as the
+    magnitudes."""
+    bits = (blocks.contiguous().view(torch.int16) & 0x7FFF).amax(-1)
+    return bits.view(torch.bfloat16).float()
+
+
+def _quotient_bits(blocks: Tensor, scale: Tensor) -> Tensor:
+    """The bits of x / scale, exact in BF16 wherever it matters: uint16, the shape of blocks."""
+    return (blocks * _INVERSE_BF16[scale.int()].unsqueeze(-1)).view(torch.uint16)
+
+
+def act_quant(x: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
+    """Quantise to E4M3 with one power-of-two scale per block of the last dimension (SPEC 3).
+
+    BF16 [..., n] -> (codes uint8 [..., n], E8M0 scale codes uint8 [..., ceil(n / block)]).
+    """
+    blocks = _blocks(x, block)
+    scale = fp8_scale(_amax(blocks))
+    codes = _FP8_CODE.take(_quotient_bits(blocks, scale).numpy())
+    return torch.from_numpy(codes).flatten(-2)[..., : x.shape[-1]], scale
+
+
+_FP8_VALUE = E4M3[torch.from_numpy(_FP8_CODE).int()].bfloat16().view(torch.int16).numpy()
+_FP4_VALUE = E2M1[torch.from_numpy(_FP4_CODE).int()].bfloat16().view(torch.int16).numpy()
+
+
+def act_quant_inplace(x: Tensor, block: int) -> Tensor:
+    """What the release's in-place act_quant leaves in x, BF16(q * scale) (SPEC 3).
+
+    BF16 [..., n] -> the same. Despite the release's name the argument is left as it is.
+    """
+    blocks = _blocks(x, block)
+    scale = fp8_scale(_amax(blocks))
+    q = torch.from_numpy(_FP8_VALUE.take(_quotient_bits(blocks, scale).numpy()))
+    out = q.view(torch.bfloat16) * _E8M0_BF16[scale.int()].unsqueeze(-1)
+    return out.flatten(-2)[..., : x.shape[-1]]
+
+
+def fp4_act_quant(x: Tensor, block: int = 32) -> Tensor:
+    """Round to the E2M1 grid, one power-of-two scale per block (SPEC 3); BF16 [..., n] -> the
+    same."""
+    blocks = _blocks(x, block)
+    scale = fp4_scale(_amax(blocks))
+    q = torch.from_numpy(_FP4_VALUE.take(_quotient_bits(blocks, scale).numpy()))
+    out = q.view(torch.bfloat16) * _E8M0_BF16[scale.int()].unsqueeze(-1)
+    return out.flatten(-2)[..., : x.shape[-1]]
+
+
+def hadamard(x: Tensor, acc: torch.dtype = torch.float64) -> Tensor:
+    """Rotate the last dimension by the natural-order Sylvester matrix over sqrt(n).
+
+    BF16 [..., n] -> the same. Evaluated in `acc` as log2(n) stages of sums and differences in a
+    fixed order, scaled once at the end (SPEC 5, "Indexer"). n must be a power of two.
+    """
+    n = x.shape[-1]
+    if n & (n - 1):
+        raise ValueError(f"the Hadamard rotation needs a power of two, not {n}")
+    y = x.to(acc)
+    half = 1
+    while half < n:
+        a, b = y.reshape(*x.shape[:-1], -1, 2, half).unbind(-2)
+        y = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        half *= 2
+    return to_bf16(y * n**-0.5)
+
+
+def to_bf16(x: Tensor) -> Tensor:
+    """Round to FP32, then to BF16, both to nearest even (SPEC 4); every NaN becomes 0x7FC0.
+
+    torch writes different NaNs in the vectorised and in the scalar part of one conversion.
+    """
+    out = x.float().bfloat16()
+    bad = out.isnan()
+    if bad.any():
+        out.view(torch.int16)[bad] = 0x7FC0
+    return out
