@@ -120,7 +120,12 @@ def selected_columns(config: ModelConfig, step: Step, ratio: int) -> int:
 def kv_rows(config: ModelConfig, step: Step, ratio: int) -> int:
     """Rows of `sparse_attn.in.kv` (SPEC 5, step 5)."""
     blocks = compressed_columns(step, ratio) if ratio else 0
-    return (step.tokens if step.start == 0 else config.window_size) + blocks
+    return table_offset(config, step) + blocks
+
+
+def table_offset(config: ModelConfig, step: Step) -> int:
+    """Index of compressed block 0 in a query's table: after the pass's own rows, or after the ring."""
+    return step.tokens if step.start == 0 else config.window_size
 
 
 def hc_keys(config: ModelConfig, name: str, step: Step) -> Keys:

@@ -1,0 +1,172 @@
+"""Attention over a sliding window and compressed blocks (SPEC section 5, Attention).
+
+T tokens of the batch, s of a segment, H heads, C head_dim, n rows of keys, m entries of the index table.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from v4tool.model.compress import Rotary, compressor, indexer, quantize_kv
+from v4tool.model.layers import ordered_sum, rotate, rotated_part, unit_rms
+from v4tool.model.scope import LayerState, Scope, Segment
+from v4tool.names import Step, compressed_columns, has_indexer, table_offset
+from v4tool.quant.activation import to_bf16
+from v4tool.quant.linear import grouped_linear
+
+TABLE_BLOCK = 64
+"""Table entries that the release's kernel takes at a time; the running maximum moves between blocks."""
+QUERIES_AT_ONCE = 16
+"""Queries whose gathered keys are held at a time: the memory of the core does not grow with the prompt."""
+
+
+def window_table(step: Step, window: int) -> Tensor:
+    """The window part of the index table: I64 [s, min(s, window)], or [1, window] in a decode step."""
+    if step.start == 0:
+        rows = torch.arange(step.tokens).unsqueeze(1)
+        table = (rows - window + 1).clamp(min=0) + torch.arange(min(step.tokens, window))
+        return torch.where(table > rows, -1, table)
+    newest = step.start % window
+    if step.start >= window - 1:
+        ring = torch.arange(window)
+        return torch.cat([ring[newest + 1 :], ring[: newest + 1]]).unsqueeze(0)
+    table = torch.arange(window)
+    return torch.where(table > step.start, -1, table).unsqueeze(0)
+
+
+def all_blocks_table(step: Step, ratio: int, offset: int) -> Tensor:
+    """Every complete block of every query, -1 for those that are not complete yet: I64 [s, blocks]."""
+    blocks = torch.arange(compressed_columns(step, ratio))
+    allowed = (torch.arange(step.start, step.end) + 1) // ratio
+    return torch.where(blocks < allowed.unsqueeze(1), blocks + offset, -1)
+
+
+def store_window(state: LayerState, step: Step, kv: Tensor, window: int) -> None:
+    """Put the pass's rows into the ring: position t in row t % window; earlier rows are overwritten."""
+    if state.window is None:
+        state.window = kv.new_zeros(window, kv.shape[-1])
+    kept = kv[-window:]
+    rows = torch.arange(step.end - kept.shape[0], step.end) % window
+    state.window[rows] = kept
+
+
+def attended_rows(state: LayerState, step: Step, kv: Tensor, blocks: Tensor | None) -> Tensor:
+    """Keys and values of this pass: BF16 [n, C] (SPEC 5, step 5)."""
+    own = kv if step.start == 0 or state.window is None else state.window
+    return own.clone() if blocks is None else torch.cat([own, blocks])
+
+
+def sparse_attn(
+    q_sHC: Tensor, kv_nC: Tensor, table_sm: Tensor, sink_H: Tensor, acc: torch.dtype
+) -> Tensor:
+    """Attention of every query over the rows its table names, with a sink (SPEC 5, step 6).
+
+    q BF16 [s, H, C], kv BF16 [n, C], table integer [s, m] (-1: no row), sink acc [H] -> BF16 [s, H, C].
+    Online softmax over blocks of 64 entries in order; the numerator takes BF16(p), the denominator p.
+    """
+    pieces = zip(q_sHC.split(QUERIES_AT_ONCE), table_sm.split(QUERIES_AT_ONCE), strict=True)
+    return torch.cat([_attend(q.to(acc), kv_nC, table, sink_H) for q, table in pieces])
+
+
+def _attend(q_sHC: Tensor, kv_nC: Tensor, table_sm: Tensor, sink_H: Tensor) -> Tensor:
+    scale = q_sHC.shape[-1] ** -0.5
+    highest = q_sHC.new_full(q_sHC.shape[:2], -math.inf)
+    numerator, denominator = torch.zeros_like(q_sHC), torch.zeros_like(highest)
+    for entries in table_sm.split(TABLE_BLOCK, dim=1):
+        rows = kv_nC[entries.clamp(min=0)].to(q_sHC.dtype)
+        scores = (q_sHC @ rows.transpose(1, 2)) * scale
+        scores = scores.masked_fill((entries < 0).unsqueeze(1), -math.inf)
+        higher = torch.maximum(highest, scores.amax(-1))
+        # a block without any row leaves the maximum at -inf; exp(-inf - -inf) would be NaN
+        base = higher.masked_fill(higher == -math.inf, 0.0)
+        p = torch.exp(scores - base.unsqueeze(-1))
+        rescale = torch.exp(highest - base)
+        denominator = denominator * rescale + ordered_sum(p)
+        numerator = numerator * rescale.unsqueeze(-1) + to_bf16(p).to(p.dtype) @ rows
+        highest = higher
+    denominator = denominator + torch.exp(sink_H - highest)
+    return to_bf16(numerator / denominator.unsqueeze(-1))
+
+
+def queries(scope: Scope, x_TD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """The normed low-rank queries BF16 [T, q_lora_rank] and the heads' queries BF16 [T, H, C] (step 1)."""
+    config = scope.config
+    qr = scope.tap("q_norm.out", scope.norm("q_norm", scope.linear("wq_a", x_TD)))
+    q = scope.linear("wq_b", qr).unflatten(-1, (config.n_heads, config.head_dim))
+    return qr, rotary.rotate_batch(unit_rms(q, config.norm_eps, scope.acc))
+
+
+def keys_values(scope: Scope, x_TD: Tensor, rotary: Rotary) -> Tensor:
+    """The window's keys, which are also its values: BF16 [T, C] (step 2)."""
+    kv = scope.tap("kv_norm.out", scope.norm("kv_norm", scope.linear("wkv", x_TD)))
+    return quantize_kv(rotary.rotate_batch(kv), scope.config)
+
+
+def compressed(
+    scope: Scope, x_TD: Tensor, qr_TQ: Tensor, layer: int, rotary: Rotary
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Every segment's index table I64 [s, m] and compressed rows BF16 [t, C] (None without a ratio; step 3)."""
+    config, ratio = scope.config, scope.config.ratio(layer)
+    tables = [window_table(segment.step, config.window_size) for segment in scope.segments]
+    if not ratio:
+        return [(table, None) for table in tables]
+    if has_indexer(ratio):
+        chosen = indexer(scope / "indexer", x_TD, qr_TQ, layer, rotary)
+    else:
+        steps = [segment.step for segment in scope.segments]
+        chosen = [all_blocks_table(s, ratio, table_offset(config, s)) for s in steps]
+    states = [segment.state(layer).compressor for segment in scope.segments]
+    rows = compressor(
+        scope / "compressor", x_TD, ratio, states, lambda x: quantize_kv(x, config), rotary
+    )
+    both = [torch.cat(pair, dim=1) for pair in zip(tables, chosen, strict=True)]
+    return list(zip(both, rows, strict=True))
+
+
+def core(
+    scope: Scope,
+    segment: Segment,
+    layer: int,
+    q_sHC: Tensor,
+    kv_sC: Tensor,
+    table_sm: Tensor,
+    blocks: Tensor | None,
+    sink_H: Tensor,
+) -> Tensor:
+    """One segment through the sparse attention, its window cache brought up to date: BF16 [s, H, C]."""
+    step, state = segment.step, segment.state(layer)
+    store_window(state, step, kv_sC, scope.config.window_size)
+    rows, table = attended_rows(state, step, kv_sC, blocks), table_sm.to(torch.int32)
+    scope.tap_for(segment, "sparse_attn.in.q", q_sHC.unsqueeze(0))
+    scope.tap_for(segment, "sparse_attn.in.kv", rows.unsqueeze(0))
+    scope.tap_for(segment, "sparse_attn.in.topk_idxs", table.unsqueeze(0))
+    out = sparse_attn(q_sHC, rows, table, sink_H, scope.acc)
+    scope.tap_for(segment, "sparse_attn.out", out.unsqueeze(0))
+    return out
+
+
+def output(scope: Scope, o_THC: Tensor, rotary: Rotary) -> Tensor:
+    """Turn the heads' results back and project them to the stream: BF16 [T, H, C] -> BF16 [T, D] (step 7)."""
+    config = scope.config
+    o_THC = rotate(o_THC, rotary.tables, inverse=True)
+    scope.tap("rope.o_inv.out", rotated_part(o_THC, config))
+    grouped = o_THC.flatten(1).unflatten(-1, (config.o_groups, -1))
+    wo_a = scope.quantized("wo_a", grouped.shape[-1])
+    low = scope.tap("wo_b.in", grouped_linear(grouped, wo_a, scope.numerics).flatten(1))
+    return scope.tap("out", scope.linear("wo_b", low))
+
+
+def attention(scope: Scope, x_TD: Tensor, layer: int) -> Tensor:
+    """The whole attention of a block: BF16 [T, D] -> BF16 [T, D]."""
+    rotary = Rotary(scope, scope.config.ratio(layer))
+    qr, q = queries(scope, x_TD, rotary)
+    kv = keys_values(scope, x_TD, rotary)
+    tables = compressed(scope, x_TD, qr, layer, rotary)
+    sink = scope.weight("attn_sink").to(scope.acc)
+    parts = zip(scope.parts(q, kv), tables, strict=True)
+    heads = [
+        core(scope, segment, layer, q_s, kv_s, table, blocks, sink)
+        for (segment, q_s, kv_s), (table, blocks) in parts
+    ]
+    return output(scope, torch.cat(heads), rotary)

@@ -1,0 +1,81 @@
+"""A decoder block, the two heads and the MTP block (SPEC section 5).
+
+T tokens of the batch, M streams, D dim, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from v4tool.model.attention import attention
+from v4tool.model.hyper import hc_head, hc_post, hc_pre
+from v4tool.model.moe import moe
+from v4tool.model.scope import Scope
+from v4tool.quant.activation import to_bf16
+from v4tool.quant.linear import linear_hi
+
+HEAD_ROWS = 8192
+"""Rows of the output matrix that are in memory at a time; whole, it is 1 GiB in the release."""
+
+
+def embed(scope: Scope, path: str) -> Tensor:
+    """The embedding of the batch's ids, recorded: BF16 [T, D]. `path` names the main model's matrix."""
+    return scope.tap("embed.out", scope.weights.gather_rows(path, scope.ids))
+
+
+def block(scope: Scope, x_TMD: Tensor, layer: int) -> Tensor:
+    """Attention and mixture of experts, each inside its hyper-connection: BF16 [T, M, D] -> the same."""
+    y, post, comb = hc_pre(scope, "hc_attn", x_TMD)
+    y = scope.tap("attn_norm.out", scope.norm("attn_norm", y))
+    x_TMD = hc_post(attention(scope / "attn", y, layer), x_TMD, post, comb)
+    y, post, comb = hc_pre(scope, "hc_ffn", x_TMD)
+    y = scope.tap("ffn_norm.out", scope.norm("ffn_norm", y))
+    return hc_post(moe(scope / "ffn", y, layer), x_TMD, post, comb)
+
+
+def last_rows(scope: Scope, x: Tensor) -> Tensor:
+    """The last position of every segment: [T, ...] -> [segments, ...]."""
+    return torch.stack([part[-1] for _, part in scope.parts(x)])
+
+
+def logits(scope: Scope, y_TD: Tensor, matrix: str) -> Tensor:
+    """The last position's logits of every segment: BF16 [T, D] -> acc [segments, V], matrix in pieces."""
+    last = last_rows(scope, y_TD)
+    starts = range(0, scope.config.vocab_size, HEAD_ROWS)
+    stops = [min(start + HEAD_ROWS, scope.config.vocab_size) for start in starts]
+    pieces = [
+        linear_hi(last, scope.weights.read_rows(matrix, start, stop), scope.numerics)
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+    return torch.cat(pieces, dim=1)
+
+
+def head(scope: Scope, x_TMD: Tensor, matrix: str) -> Tensor:
+    """Streams to logits, `norm.out` and `head.out` recorded: BF16 [T, M, D] -> acc [segments, V]."""
+    y = scope.tap("norm.out", scope.norm("norm", hc_head(scope, x_TMD)))
+    result = logits(scope, y, matrix)
+    tap_logits(scope, "head.out", result)
+    return result
+
+
+def tap_logits(scope: Scope, name: str, logits_nV: Tensor) -> None:
+    """Show every segment its row of logits as [1, V]."""
+    for segment, row in zip(scope.segments, logits_nV, strict=True):
+        scope.tap_for(segment, name, row.unsqueeze(0))
+
+
+def mtp_input(scope: Scope, h_TMD: Tensor, embedding: str) -> Tensor:
+    """What enters the MTP block: the embedding joined to each stream, BF16 [T, M, D] (SPEC 5, MTP block)."""
+    e = scope.tap("enorm.out", scope.norm("enorm", embed(scope, embedding)))
+    e = scope.linear("e_proj", e).unsqueeze(1)
+    h = scope.tap("hnorm.out", scope.norm("hnorm", h_TMD))
+    h = scope.linear("h_proj", h)
+    return to_bf16(e.to(scope.acc) + h.to(scope.acc))
+
+
+def mtp(scope: Scope, h_TMD: Tensor, embedding: str, matrix: str) -> Tensor:
+    """The MTP block and its head: streams of the last main layer BF16 [T, M, D] -> acc [segments, V]."""
+    x = block(scope, mtp_input(scope, h_TMD, embedding), scope.config.n_layers)
+    result = head(scope, x, matrix)
+    tap_logits(scope, "logits.out", result)
+    tap_logits(scope, "out", result)
+    return result

@@ -1,0 +1,218 @@
+"""The compressor, which pools blocks of tokens into one key/value row, and the indexer, which chooses blocks.
+
+SPEC section 5, Compressor and Indexer. T tokens of the batch, s of a segment, t blocks, r tokens per block,
+d the pooled width, c = 2 where blocks overlap, IH heads and ID dims of the indexer.
+
+One rule serves prefill and decode: append the new rows to those remembered, pool every block that is complete
+now, forget what no later block needs.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from v4tool.config import FP4_GROUP, KV_BLOCK, ModelConfig
+from v4tool.model.layers import ordered_sum, rope_frequencies, rope_tables, rotate, rotated_part
+from v4tool.model.scope import CompressorState, Scope, Segment
+from v4tool.names import (
+    Step,
+    complete_blocks,
+    compressor_groups,
+    selected_columns,
+    table_offset,
+)
+from v4tool.quant.activation import act_quant_inplace, fp4_act_quant, hadamard, to_bf16
+
+QUERIES_AT_ONCE = 64
+"""Queries whose scores against all blocks are held at a time."""
+
+
+class Rotary:
+    """A layer's rotation, and the running number of `rope.rot.<i>`: what does not happen is not counted.
+
+    scope is the attention's, where rotations are recorded.
+    """
+
+    def __init__(self, scope: Scope, ratio: int) -> None:
+        self.scope = scope
+        self.frequencies = rope_frequencies(scope.config, ratio)
+        self.tables = rope_tables(self.frequencies, scope.positions, scope.acc)
+        self.numbers = {id(segment): count() for segment in scope.segments}
+
+    def tap(self, segment: Segment, rotated: Tensor) -> None:
+        """Record the rotated dims of one segment's tensor [s, ..., C] as its next rotation."""
+        part = rotated_part(rotated, self.scope.config).unsqueeze(0)
+        self.scope.tap_for(segment, f"rope.rot.{next(self.numbers[id(segment)])}.out", part)
+
+    def rotate_batch(self, x: Tensor) -> Tensor:
+        """Rotate BF16 [T, ..., C], each token at its position, and record it."""
+        rotated = rotate(x, self.tables)
+        for segment, part in self.scope.parts(rotated):
+            self.tap(segment, part)
+        return rotated
+
+    def rotate_at(self, positions: Tensor, x: Tensor) -> Tensor:
+        """Rotate BF16 [n, C], row i at positions[i], without recording it."""
+        return rotate(x, rope_tables(self.frequencies, positions, self.scope.acc))
+
+
+def remember(state: CompressorState, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """All rows from position `state.first` on, the new ones appended: acc [rows, c*d] each."""
+    if state.kv is None or state.gate is None:
+        return kv, gate
+    return torch.cat([state.kv, kv]), torch.cat([state.gate, gate])
+
+
+def forget(state: CompressorState, kv: Tensor, gate: Tensor, step: Step, ratio: int) -> None:
+    """Keep the incomplete block's rows and, where blocks overlap, the last complete block's."""
+    first = max(step.end // ratio - (compressor_groups(ratio) - 1), 0) * ratio
+    drop = first - state.first
+    state.kv, state.gate, state.first = kv[drop:].clone(), gate[drop:].clone(), first
+
+
+def block_rows(x: Tensor, first_block: int, blocks: int, ratio: int, before: float) -> Tensor:
+    """The rows pooled into each block: acc [rows, c*d] from position 0 of its first row -> [t, c*r, d].
+
+    x starts at the block before `first_block` if there is one. Where blocks overlap (c = 2) a block sees the
+    previous block's rows in the FIRST d columns and its own in the LAST d; before block 0 stands `before`.
+    """
+    if compressor_groups(ratio) == 1:
+        return x[: blocks * ratio].unflatten(0, (blocks, ratio))
+    d = x.shape[-1] // 2
+    if first_block == 0:
+        x = torch.cat([x.new_full((ratio, 2 * d), before), x])
+    tiles = x[: (blocks + 1) * ratio].unflatten(0, (blocks + 1, ratio))
+    return torch.cat([tiles[:-1, :, :d], tiles[1:, :, d:]], dim=1)
+
+
+def pool(kv: Tensor, gate: Tensor) -> Tensor:
+    """Softmax-weighted sum over a block's rows, per column: acc [t, rows, d] twice -> acc [t, d]."""
+    e = torch.exp(gate - gate.amax(1, keepdim=True)).transpose(1, 2)
+    weights = e / ordered_sum(e).unsqueeze(-1)
+    return ordered_sum(kv.transpose(1, 2) * weights)
+
+
+def completed_blocks(
+    state: CompressorState, step: Step, kv: Tensor, gate: Tensor, ratio: int
+) -> Tensor | None:
+    """Take one segment's rows, acc [s, c*d] each, and pool what they complete: BF16 [t, d] or None."""
+    kv, gate = remember(state, kv, gate)
+    blocks, first = complete_blocks(step, ratio), step.start // ratio
+    pooled = None
+    if blocks:
+        kv_rows = block_rows(kv, first, blocks, ratio, before=0.0)
+        gate_rows = block_rows(gate, first, blocks, ratio, before=-math.inf)
+        pooled = to_bf16(pool(kv_rows, gate_rows))
+    forget(state, kv, gate, step, ratio)
+    return pooled
+
+
+def block_positions(step: Step, ratio: int) -> Tensor:
+    """I64 [t]: the position that each block completed in this pass is rotated at, its first token's."""
+    return torch.arange(step.start // ratio, step.end // ratio) * ratio
+
+
+def compressor(
+    scope: Scope,
+    x_TD: Tensor,
+    ratio: int,
+    states: list[CompressorState],
+    quantize: Callable[[Tensor], Tensor],
+    rotary: Rotary,
+) -> list[Tensor]:
+    """Every segment's compressed rows, those of earlier passes and those completed now: BF16 [blocks, d].
+
+    x BF16 [T, D]; states: one per segment; quantize: BF16 [t, d] -> the same, what the rows go through after
+    the rotation (FP8 outside the rotated dims, or Hadamard and FP4).
+    """
+    kv = scope.tap("wkv.out", scope.linear_hi("wkv", x_TD))
+    gate = scope.tap("wgate.out", scope.linear_hi("wgate", x_TD))
+    gate = gate + scope.weight("ape").to(scope.acc)[scope.positions % ratio]
+    for (segment, kv_s, gate_s), state in zip(scope.parts(kv, gate), states, strict=True):
+        pooled = completed_blocks(state, segment.step, kv_s, gate_s, ratio)
+        if pooled is None:
+            continue
+        normed = scope.norm("norm", pooled)
+        scope.tap_for(segment, "norm.out", normed.unsqueeze(0))
+        rotated = rotary.rotate_at(block_positions(segment.step, ratio), normed)
+        rotary.tap(segment, rotated)
+        new = quantize(rotated)
+        scope.tap_for(segment, "out", new.unsqueeze(0))
+        state.blocks = new if state.blocks is None else torch.cat([state.blocks, new])
+    none = to_bf16(kv[:0, : kv.shape[-1] // compressor_groups(ratio)])
+    return [none if state.blocks is None else state.blocks for state in states]
+
+
+def quantize_kv(x: Tensor, config: ModelConfig) -> Tensor:
+    """FP8 in place, in blocks of 64, on all dims but the rotated ones: BF16 [n, C] -> the same (SPEC 5)."""
+    plain = x.shape[-1] - config.rope_head_dim
+    return torch.cat([act_quant_inplace(x[..., :plain], KV_BLOCK), x[..., plain:]], dim=-1)
+
+
+def hadamard_fp4(x: Tensor, acc: torch.dtype) -> Tensor:
+    """The Hadamard rotation, then FP4 in place in blocks of 32: BF16 [..., ID] -> the same (SPEC 5)."""
+    return fp4_act_quant(hadamard(x, acc), FP4_GROUP)
+
+
+def index_scores(q_sHd: Tensor, k_td: Tensor, weights_sH: Tensor, acc: torch.dtype) -> Tensor:
+    """How much each query wants each block: BF16 [s, t] (SPEC 5, Indexer).
+
+    q BF16 [s, IH, ID], k BF16 [t, ID], weights BF16 [s, IH]. The products of FP4 values are exact in acc.
+    """
+    scores = to_bf16(q_sHd.to(acc) @ k_td.to(acc).T)
+    weighted = to_bf16(scores.relu().to(acc) * weights_sH.to(acc).unsqueeze(-1))
+    return to_bf16(ordered_sum(weighted.to(acc).transpose(1, 2)))
+
+
+def choose_blocks(scores_st: Tensor, allowed_s: Tensor, k: int, offset: int) -> Tensor:
+    """The k best blocks of every query, ties to the lowest: I64 [s, k], -1 where a choice is not allowed.
+
+    scores BF16 [s, t]; allowed I64 [s]: how many blocks are complete for the query; offset: the index of
+    block 0 in the table of keys.
+    """
+    forbidden = torch.arange(scores_st.shape[1]) >= allowed_s.unsqueeze(1)
+    ranked = scores_st.masked_fill(forbidden, -math.inf).sort(dim=1, descending=True, stable=True)
+    best = ranked.indices[:, :k]
+    return torch.where(best < allowed_s.unsqueeze(1), best + offset, -1)
+
+
+def indexer(
+    scope: Scope, x_TD: Tensor, qr_TQ: Tensor, layer: int, rotary: Rotary
+) -> list[Tensor]:
+    """Every segment's chosen blocks as rows of its table of keys: I64 [s, k], -1 for none (SPEC 5, Indexer).
+
+    x BF16 [T, D]; qr BF16 [T, q_lora_rank], the normed low-rank queries.
+    """
+    config, acc = scope.config, scope.acc
+    ratio = config.ratio(layer)
+    q = scope.linear("wq_b", qr_TQ).unflatten(-1, (config.index_n_heads, config.index_head_dim))
+    q = hadamard_fp4(rotary.rotate_batch(q), acc)
+    states = [segment.state(layer).indexer_compressor for segment in scope.segments]
+    keys = compressor(
+        scope / "compressor", x_TD, ratio, states, lambda x: hadamard_fp4(x, acc), rotary
+    )
+    projected = scope.tap("weights_proj.out", to_bf16(scope.linear_hi("weights_proj", x_TD)))
+    factor = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+    weights = to_bf16(projected.to(acc) * factor)
+    chosen = []
+    for (segment, q_s, weights_s), k_td in zip(scope.parts(q, weights), keys, strict=True):
+        chosen.append(_choices(scope, segment, q_s, k_td, weights_s, ratio))
+        scope.tap_for(segment, "out", chosen[-1].unsqueeze(0))
+    return chosen
+
+
+def _choices(
+    scope: Scope, segment: Segment, q: Tensor, k_td: Tensor, weights: Tensor, ratio: int
+) -> Tensor:
+    step = segment.step
+    k = selected_columns(scope.config, step, ratio)
+    offset = table_offset(scope.config, step)
+    pieces = []
+    for rows in torch.arange(step.tokens).split(QUERIES_AT_ONCE):
+        scores = index_scores(q[rows], k_td, weights[rows], scope.acc)
+        allowed = (segment.positions[rows] + 1) // ratio
+        pieces.append(choose_blocks(scores, allowed, k, offset))
+    return torch.cat(pieces)

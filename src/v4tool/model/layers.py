@@ -1,0 +1,126 @@
+"""Sums in a fixed order, RMS norm and rotary embedding (SPEC sections 4 and 5).
+
+Every function works on a flat batch of tokens: [T, ...]. Values between two rounding places are in the
+accumulation dtype `acc`; `to_bf16` is the only way back. Sums are taken by halves with element-wise additions,
+so that their order is fixed here and not by a vector width or a thread count.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from v4tool.config import ModelConfig
+from v4tool.quant.activation import to_bf16
+
+TOKENS_AT_ONCE = 128
+"""Tokens that an element-wise step widens to `acc` at a time, so that memory does not grow with the prompt."""
+
+
+def ordered_sum(x: Tensor) -> Tensor:
+    """Sum over the last dim in a fixed order: [..., n] -> [...], same dtype; n = 0 gives 0."""
+    while (n := x.shape[-1]) > 1:
+        half = n // 2
+        folded = x[..., :half] + x[..., half : 2 * half]
+        x = torch.cat([folded, x[..., 2 * half :]], dim=-1) if n % 2 else folded
+    return x.squeeze(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+
+
+def by_tokens(function: Callable[..., Tensor], *xs: Tensor) -> Tensor:
+    """Apply a per-token function to pieces of `TOKENS_AT_ONCE` tokens: [T, ...] each -> [T, ...]."""
+    if xs[0].shape[0] <= TOKENS_AT_ONCE:
+        return function(*xs)
+    pieces = zip(*(x.split(TOKENS_AT_ONCE) for x in xs), strict=True)
+    return torch.cat([function(*piece) for piece in pieces])
+
+
+def rms(x: Tensor, weight: Tensor, eps: float, acc: torch.dtype) -> Tensor:
+    """RMS norm (SPEC 5): x BF16 [T, ..., n], weight BF16 [n] -> BF16 of the shape of x."""
+
+    def normed(piece: Tensor) -> Tensor:
+        wide = piece.to(acc)
+        mean = ordered_sum(wide * wide) / wide.shape[-1]
+        return to_bf16(weight.to(acc) * wide * torch.rsqrt(mean + eps).unsqueeze(-1))
+
+    return by_tokens(normed, x)
+
+
+def unit_rms(x: Tensor, eps: float, acc: torch.dtype) -> Tensor:
+    """The weightless norm of every query head, rounded to BF16 at each step (SPEC 5, attention step 1).
+
+    x BF16 [T, H, C] -> BF16 [T, H, C]. The release writes it on BF16 tensors, so each step rounds.
+    """
+
+    def normed(piece: Tensor) -> Tensor:
+        wide = piece.to(acc)
+        squares = to_bf16(wide * wide).to(acc)
+        mean = to_bf16(ordered_sum(squares) / wide.shape[-1]).to(acc)
+        variance = to_bf16(mean + eps).to(acc)
+        rho = to_bf16(1.0 / torch.sqrt(variance)).to(acc)
+        return to_bf16(wide * rho.unsqueeze(-1))
+
+    return by_tokens(normed, x)
+
+
+def rope_frequencies(config: ModelConfig, ratio: int) -> Tensor:
+    """The rotary frequencies of a layer with this ratio: FP32 [rope_head_dim / 2] (SPEC 5, Rotary tables).
+
+    Layers without compression use rope_theta as it is; the others compress_rope_theta with YaRN.
+    """
+    dim = config.rope_head_dim
+    base = config.compress_rope_theta if ratio else config.rope_theta
+    exponents = [2 * i / dim for i in range(dim // 2)]
+    powers = torch.tensor([base**e for e in exponents], dtype=torch.float64).to(torch.float32)
+    frequencies = 1.0 / powers
+    return _yarn(config, frequencies, base) if ratio else frequencies
+
+
+def _yarn(config: ModelConfig, frequencies: Tensor, base: float) -> Tensor:
+    """YaRN's interpolation: full turns beyond `beta_fast` stay, below `beta_slow` are divided by the factor."""
+    dim = config.rope_head_dim
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(config.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = float(max(math.floor(dimension(config.beta_fast)), 0))
+    high = float(min(math.ceil(dimension(config.beta_slow)), dim - 1))
+    if low == high:
+        high += 0.001
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)
+    smooth = 1 - ramp.clamp(0, 1)
+    return frequencies / config.rope_factor * (1 - smooth) + frequencies * smooth
+
+
+def rope_tables(frequencies: Tensor, positions: Tensor, acc: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of position times frequency: positions I64 [n] -> two acc tensors [n, dim / 2].
+
+    The angle is rounded to FP32; cosine and sine of that angle are evaluated in binary64 and rounded to FP32.
+    """
+    angles = (positions.to(torch.float32).unsqueeze(-1) * frequencies).double()
+    return torch.cos(angles).float().to(acc), torch.sin(angles).float().to(acc)
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor], *, inverse: bool = False) -> Tensor:
+    """Rotate the last dims of x, pairs (2i, 2i+1) as complex numbers (SPEC 5, Rotary tables).
+
+    x BF16 [n, C] or [n, H, C]; tables as `rope_tables` gives them for the n rows -> BF16 of the same shape.
+    """
+    return by_tokens(lambda p, c, s: _rotated(p, c, s, inverse), x, *tables)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    if x.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if inverse:
+        sin = -sin
+    width = 2 * cos.shape[-1]
+    pairs = x[..., -width:].to(cos.dtype).unflatten(-1, (-1, 2))
+    real, imag = pairs[..., 0], pairs[..., 1]
+    turned = torch.stack([real * cos - imag * sin, real * sin + imag * cos], dim=-1)
+    return torch.cat([x[..., :-width], to_bf16(turned.flatten(-2))], dim=-1)
+
+
+def rotated_part(x: Tensor, config: ModelConfig) -> Tensor:
+    """The dims that a rotation touches, as they are recorded: [..., C] -> [..., rope_head_dim]."""
+    return x[..., -config.rope_head_dim :]

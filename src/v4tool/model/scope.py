@@ -1,0 +1,151 @@
+"""One path for a weight and for what is recorded beside it.
+
+The tokens of all sequences of a pass are computed together as one flat batch [T, ...]; a `Segment` is one
+sequence's stretch of it. A `Scope` is a place in the module tree: `scope / "attn"` goes down,
+`scope.linear("wq_a", x)` loads `….attn.wq_a.weight` and `.scale`, applies them to the batch, taps
+`….attn.wq_a.out` for every segment and lets the weight go. Who wants to see the values brings a tap.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from v4tool.config import ModelConfig, Numerics
+from v4tool.model.layers import rms
+from v4tool.names import Step
+from v4tool.quant.linear import QuantizedWeight, linear_hi, q_linear
+
+Tap = Callable[[str, Tensor], None]
+
+
+class Weights(Protocol):
+    """Where weights come from: a checkpoint, or a dictionary in a test."""
+
+    def read(self, name: str) -> Tensor: ...
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor: ...
+
+    def gather_rows(self, name: str, ids: Tensor) -> Tensor: ...
+
+    def advise(self, names: list[str]) -> None: ...
+
+
+@dataclass
+class CompressorState:
+    """What a compressor remembers of one sequence.
+
+    kv, gate: acc [rows, c*d], the rows that a later block still needs, from position `first` on;
+    blocks: BF16 [t, d], the compressed rows so far.
+    """
+
+    kv: Tensor | None = None
+    gate: Tensor | None = None
+    first: int = 0
+    blocks: Tensor | None = None
+
+
+@dataclass
+class LayerState:
+    """What one layer remembers of one sequence between passes (SPEC 5, attention step 4).
+
+    window: BF16 [window_size, C], position t in row t % window_size.
+    """
+
+    window: Tensor | None = None
+    compressor: CompressorState = field(default_factory=CompressorState)
+    indexer_compressor: CompressorState = field(default_factory=CompressorState)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One sequence's tokens in this pass: which step it is, their ids I64 [s], its memory, its observer."""
+
+    step: Step
+    ids: Tensor
+    states: dict[int, LayerState]
+    tap: Tap
+
+    def state(self, layer: int) -> LayerState:
+        """The layer's memory of this sequence, empty at first."""
+        return self.states.setdefault(layer, LayerState())
+
+    @property
+    def positions(self) -> Tensor:
+        """I64 [s]: the positions of the tokens."""
+        return torch.arange(self.step.start, self.step.end)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A place in the module tree: `path` names weights, `record` what is tapped (after the pass prefix)."""
+
+    weights: Weights
+    config: ModelConfig
+    numerics: Numerics
+    segments: tuple[Segment, ...]
+    path: str = ""
+    record: str = ""
+
+    def __truediv__(self, name: str) -> "Scope":
+        return replace(self, path=f"{self.path}{name}.", record=f"{self.record}{name}.")
+
+    @property
+    def acc(self) -> torch.dtype:
+        """The accumulation dtype."""
+        return self.numerics.acc
+
+    @property
+    def positions(self) -> Tensor:
+        """I64 [T]: the position of every token of the batch in its own sequence."""
+        return torch.cat([segment.positions for segment in self.segments])
+
+    @property
+    def ids(self) -> Tensor:
+        """I64 [T]: the token ids of the batch."""
+        return torch.cat([segment.ids for segment in self.segments])
+
+    def parts(self, *xs: Tensor) -> Iterator[tuple[Segment, *tuple[Tensor, ...]]]:
+        """Every segment with its stretch of each batch tensor [T, ...]."""
+        sizes = [segment.step.tokens for segment in self.segments]
+        return zip(self.segments, *(x.split(sizes) for x in xs), strict=True)
+
+    def weight(self, name: str) -> Tensor:
+        """A weight of this place as it is stored."""
+        return self.weights.read(self.path + name)
+
+    def quantized(self, name: str, width: int) -> QuantizedWeight:
+        """A quantised weight for inputs of `width` elements: two FP4 codes share a byte (SPEC 2)."""
+        codes, scale = self.weight(f"{name}.weight"), self.weight(f"{name}.scale")
+        return QuantizedWeight(codes, scale, "fp8" if codes.shape[1] == width else "fp4")
+
+    def tap_for(self, segment: Segment, name: str, value: Tensor) -> None:
+        """Show one segment's value, without batch dim."""
+        segment.tap(f"{segment.step.prefix}{self.record}{name}", value)
+
+    def tap(self, name: str, batch: Tensor) -> Tensor:
+        """Show every segment its stretch of [T, ...] as [1, s, ...]; returns the batch."""
+        for segment, part in self.parts(batch):
+            self.tap_for(segment, name, part.unsqueeze(0))
+        return batch
+
+    def tap_flat(self, name: str, batch: Tensor) -> Tensor:
+        """As `tap`, but as [s, ...]: for modules that the release calls on flattened tokens (MoE)."""
+        for segment, part in self.parts(batch):
+            self.tap_for(segment, name, part)
+        return batch
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        """The quantised product with weight `name`, recorded: BF16 [T, ..., in] -> BF16 [T, ..., out]."""
+        y = q_linear(x, self.quantized(name, x.shape[-1]), self.numerics)
+        return self.tap(f"{name}.out", y)
+
+    def linear_hi(self, name: str, x: Tensor) -> Tensor:
+        """The product with an unquantised weight, kept in acc, not recorded: [T, in] -> acc [T, out]."""
+        return linear_hi(x, self.weight(f"{name}.weight"), self.numerics)
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        """RMS norm with weight `name`, not recorded: BF16 [T, ..., n] -> the same."""
+        return rms(x, self.weight(f"{name}.weight"), self.config.norm_eps, self.acc)
