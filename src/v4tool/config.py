@@ -1,9 +1,10 @@
-"""The model's configuration, read from a checkpoint's `config.json` (SPEC section 1), and the numerics.
+"""The model's configuration, read from a checkpoint's `config.json`, and the numerics (SPEC 1, 4).
 
-Every field the arithmetic needs must be in the file under the release's name: nothing is defaulted, and a
-value that SPEC gives no meaning to is refused rather than guessed at. Attributes carry the release's short
-names. Fields the arithmetic does not use are ignored, except where they contradict it (`_CONTRADICTIONS`).
-Left out: what a profile decides (cases, paths, seeds) and every tensor's shape (`checkpoint/layout.py`).
+Every field the arithmetic needs must be in the file under the release's name: nothing is
+defaulted, and a value that SPEC gives no meaning to is refused rather than guessed at. Attributes
+carry the release's short names. Fields the arithmetic does not use are ignored, except where they
+contradict it (`_CONTRADICTIONS`). Left out: what a profile decides (cases, paths, seeds) and
+every tensor's shape (`checkpoint/layout.py`).
 """
 
 import json
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
     import torch
 
 ACT_BLOCK = 128
-"""Activations share one scale over this many elements along `in` (SPEC 3), whatever the weights' blocks."""
+"""Activations share one scale over this many elements along `in` (SPEC 3)."""
 KV_BLOCK = 64
-"""Block of the in-place quantisation of keys and values (SPEC 5, attention step 2 and compressor)."""
+"""Block of the in-place quantisation of keys and values (SPEC 5, attention and compressor)."""
 FP4_GROUP = 32
 """Elements per scale of an FP4 weight along `in` and of `fp4_act_quant` (SPEC 2 and 3)."""
 RATIOS = (0, 4, 128)
-"""SPEC says for these ratios alone whether blocks overlap (4) and whether an indexer chooses them (4)."""
+"""SPEC says for these ratios alone whether blocks overlap and an indexer chooses them (only 4)."""
 
 RELEASE_NAMES = {
     "dim": "hidden_size",
@@ -159,7 +160,8 @@ class ModelConfig(BaseModel):
     def from_file(cls, path: Path | str) -> "ModelConfig":
         """Read a `config.json` (or the one in a directory).
 
-        Raises ConfigError, one line, when it is missing, no JSON, or has a missing or senseless field.
+        Raises ConfigError, one line, when it is missing, no JSON, or has a missing or senseless
+        field.
         """
         path = Path(path)
         if path.is_dir():
@@ -178,7 +180,9 @@ class ModelConfig(BaseModel):
 
     @classmethod
     def from_dict(cls, d: Any, source: str = "config") -> "ModelConfig":
-        """Build from the release's field names; `source` names the origin in errors (ConfigError)."""
+        """Build from the release's field names; `source` names the origin in errors
+        (ConfigError).
+        """
         if not isinstance(d, dict):
             raise ConfigError(f"{source}: expected a JSON object, found {type(d).__name__}")
         _refuse_other_schema(d, source)
@@ -191,7 +195,9 @@ class ModelConfig(BaseModel):
             raise ConfigError(f"{source}: {_explain(e)}") from None
 
     def to_release_dict(self) -> dict[str, Any]:
-        """The fields under the release's names, nested as in `config.json`; `from_dict` reads it back."""
+        """The fields under the release's names, nested as in `config.json`; `from_dict` reads it
+        back.
+        """
         out: dict[str, Any] = dict(_RELEASE_EXTRAS)
         for short, path in RELEASE_NAMES.items():
             *parents, leaf = path.split(".")
@@ -227,9 +233,9 @@ class ModelConfig(BaseModel):
             return "num_nextn_predict_layers is 0: there is no MTP layer"
         if self.n_mtp_layers > 1 or extra > self.n_mtp_layers:
             return (
-                f"compress_ratios has {len(self.compress_ratios)} entries for {self.n_layers} layers and "
-                f"num_nextn_predict_layers is {self.n_mtp_layers}: these mtp blocks are of another design "
-                "(as in the DSpark re-release), only one MTP layer with its one ratio is defined"
+                f"compress_ratios has {len(self.compress_ratios)} entries for {self.n_layers} "
+                f"layers and num_nextn_predict_layers is {self.n_mtp_layers}: these mtp blocks are "
+                "of another design (as in the DSpark re-release), one MTP layer is defined"
             )
         if self.ratio(self.n_layers) != 0:
             return (
@@ -259,7 +265,7 @@ class Numerics(BaseModel):
     @property
     def acc(self) -> "torch.dtype":
         """The dtype between two rounding places, torch.float64 or torch.float32."""
-        import torch  # noqa: PLC0415 - torch takes a second to import, the command line does not need it
+        import torch  # here: it takes a second, and reading a configuration does not need it
 
         return torch.float64 if self.accumulate == "float64" else torch.float32
 
@@ -277,8 +283,8 @@ def _refuse_other_schema(d: dict[str, Any], source: str) -> None:
     newer = [k for k in _NEWER_SCHEMA if k in d]
     if newer:
         raise ConfigError(
-            f"{source}: {', '.join(newer)}: expected the release's schema (compress_ratios, rope_theta, "
-            "compress_rope_theta, rope_scaling), found a newer one, which is not mapped"
+            f"{source}: {', '.join(newer)}: expected the release's schema (compress_ratios, "
+            "rope_theta, compress_rope_theta, rope_scaling), found a newer one, which is not mapped"
         )
     for field, wanted in _CONTRADICTIONS.items():
         if field in d and d[field] != wanted:
@@ -288,7 +294,9 @@ def _refuse_other_schema(d: dict[str, Any], source: str) -> None:
 
 
 def _collect(d: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The values by short name and the release names of the missing ones; null counts as missing."""
+    """The values by short name and the release names of the missing ones; null counts as
+    missing.
+    """
     values: dict[str, Any] = {}
     missing: list[str] = []
     for short, path in RELEASE_NAMES.items():
@@ -302,7 +310,9 @@ def _collect(d: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _fields(names: list[str]) -> str:
-    """`field a` or `fields a, b`; a nested group that lacks all its fields still lists each of them."""
+    """`field a` or `fields a, b`; a nested group that lacks all its fields still lists each of
+    them.
+    """
     return f"field{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
@@ -370,7 +380,8 @@ def _check_blocks(c: ModelConfig) -> list[str]:
     for name, value in along.items():
         if value % ACT_BLOCK:
             out.append(
-                f"{name}: expected a multiple of {ACT_BLOCK} (block of the activations), found {value}"
+                f"{name}: expected a multiple of {ACT_BLOCK} (block of the activations), "
+                f"found {value}"
             )
     return out
 

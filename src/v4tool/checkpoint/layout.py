@@ -1,8 +1,10 @@
-"""Every tensor of a checkpoint, its dtype, shape and shard, derived from the configuration (SPEC 2).
+"""Every tensor of a checkpoint, its dtype, shape and shard, derived from the configuration (SPEC
+2).
 
-One generator per module, in the order of SPEC's table; a name is the module's path, a dot, and what is
-stored there, the same paths under which the model records. Left out: where the bytes lie (`shards.py`).
-The MTP block is left out where the configuration's `mtp_problem` says that it cannot be computed.
+One generator per module, in the order of SPEC's table; a name is the module's path, a dot, and
+what is stored there, the same paths under which the model records. Left out: where the bytes lie
+(`shards.py`). The MTP block is left out where the configuration's `mtp_problem` says that it
+cannot be computed.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,0 +1,185 @@
+"""Which file of a directory holds which tensor: the index and all shard headers, checked together.
+
+Follows SPEC section 2's `model.safetensors.index.json`; without one the shards' headers say the
+same. Whatever is wrong is collected, so that a user sees all missing files at once. Left out:
+whether these are the tensors that the configuration asks for (`inspection.py`).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from v4tool.checkpoint.header import Entry, Header, read_header, unique_keys
+from v4tool.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+_SHOWN = 4
+
+
+@dataclass
+class Catalogue:
+    """What a directory holds: headers by file, file by tensor, what is wrong, what is
+    remarkable.
+    """
+
+    directory: Path
+    headers: dict[str, Header] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def entry(self, name: str) -> Entry:
+        """Where a tensor lies in its file."""
+        return self.headers[self.files[name]].tensors[name]
+
+    def entries(self) -> dict[str, Entry]:
+        """Every tensor that can be read."""
+        return {name: self.entry(name) for name in self.files}
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over the sorted weight map and each shard's name, size and header bytes.
+
+        The payload does not enter it: it must be had in a second for 149 GiB.
+        """
+        digest = hashlib.sha256()
+        digest.update(json.dumps(self.files, sort_keys=True).encode())
+        for name, header in sorted(self.headers.items()):
+            digest.update(f"\n{name}\n{header.size}\n".encode())
+            digest.update(header.raw)
+        return digest.hexdigest()
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few names and how many more there are."""
+    names = list(names)
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def catalogue(directory: Path | str) -> Catalogue:
+    """Read the index and all headers of a checkpoint directory.
+
+    Raises CheckpointError when there is nothing to read at all (no directory, no shards, an
+    unusable index); everything else is in `.problems`.
+    """
+    directory = Path(directory)
+    _require_directory(directory)
+    present = sorted(p.name for p in directory.glob("*.safetensors"))
+    out = Catalogue(directory)
+    if (directory / INDEX).exists():
+        weight_map, total_size = _read_index(directory / INDEX)
+        _read_headers(out, sorted(set(weight_map.values())))
+        _match(out, weight_map)
+        _note_leftovers(out, present, total_size)
+    elif present:
+        _read_headers(out, _whole_set(out, present))
+        _match(out, None)
+    else:
+        raise CheckpointError(_nothing_there(directory))
+    return out
+
+
+def _require_directory(directory: Path) -> None:
+    if directory.is_dir():
+        return
+    if not directory.exists():
+        raise CheckpointError(f"{directory}: there is no such directory")
+    kind = "a GGUF file" if directory.suffix == ".gguf" else "a file"
+    raise CheckpointError(
+        f"{directory}: expected a directory with the release's safetensors shards, found {kind}"
+    )
+
+
+def _nothing_there(directory: Path) -> str:
+    gguf = [p.name for p in directory.glob("*.gguf")]
+    found = f"only {some(gguf)}" if gguf else "none"
+    return f"{directory}: expected {INDEX} and *.safetensors shards, found {found}"
+
+
+def _read_index(path: Path) -> tuple[dict[str, str], Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {e}") from None
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: expected a weight_map of tensor names to files, found none")
+    outside = sorted({str(f) for f in weight_map.values() if not _plain_name(f)})
+    if outside:
+        raise CheckpointError(
+            f"{path}: weight_map: expected names of *.safetensors files beside it, "
+            f"found {some(outside)}"
+        )
+    metadata = raw.get("metadata")
+    return weight_map, metadata.get("total_size") if isinstance(metadata, dict) else None
+
+
+def _plain_name(name: Any) -> bool:
+    """Whether it names a file in the index's own directory, by its letters: shards may be links."""
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and not set(name) & {"/", "\\", "\0"}
+    )
+
+
+def _whole_set(out: Catalogue, present: list[str]) -> list[str]:
+    """The shards to read without an index: all, and those that `-of-N` says are missing."""
+    out.notes.append(f"there is no {INDEX}: the headers of {len(present)} shards were read instead")
+    counts = {n.rsplit("-of-", 1)[1].removesuffix(".safetensors") for n in present if "-of-" in n}
+    if len(counts) != 1 or not (count := counts.pop()).isdecimal():
+        return present
+    stem = next(n for n in present if "-of-" in n).rsplit("-", 3)[0]
+    wanted = {f"{stem}-{i:05d}-of-{count}.safetensors" for i in range(1, int(count) + 1)}
+    return sorted(wanted | set(present))
+
+
+def _read_headers(out: Catalogue, names: list[str]) -> None:
+    missing = [n for n in names if not (out.directory / n).is_file()]
+    if missing:
+        out.problems.append(f"{len(missing)} of {len(names)} shards missing: {', '.join(missing)}")
+    for name in names:
+        if name in missing:
+            continue
+        try:
+            out.headers[name] = read_header(out.directory / name)
+        except CheckpointError as e:
+            out.problems.append(str(e))
+
+
+def _match(out: Catalogue, weight_map: dict[str, str] | None) -> None:
+    """Settle which file each tensor is read from; the index and the headers must say the same."""
+    holders: dict[str, list[str]] = {}
+    for file, header in out.headers.items():
+        for name in header.tensors:
+            holders.setdefault(name, []).append(file)
+    _complain(
+        out, "in two shards", [f"{n} ({', '.join(f)})" for n, f in holders.items() if len(f) > 1]
+    )
+    if weight_map is None:
+        weight_map = {name: files[0] for name, files in holders.items()}
+    absent = [
+        f"{n} (not in {f})"
+        for n, f in weight_map.items()
+        if f in out.headers and f not in holders.get(n, [])
+    ]
+    _complain(out, "in the index but not in their shard", absent)
+    _complain(out, "in a shard but not in the index", [n for n in holders if n not in weight_map])
+    out.files = {n: f for n, f in weight_map.items() if f in holders.get(n, [])}
+
+
+def _complain(out: Catalogue, what: str, names: list[str]) -> None:
+    if names:
+        out.problems.append(f"{len(names)} tensor{'s' * (len(names) > 1)} {what}: {some(names)}")
+
+
+def _note_leftovers(out: Catalogue, present: list[str], total_size: Any) -> None:
+    unused = [n for n in present if n not in set(out.files.values()) | set(out.headers)]
+    if unused:
+        out.notes.append(f"{len(unused)} safetensors files not in the index: {some(unused)}")
+    found = sum(e.nbytes for e in out.entries().values())
+    if total_size != found and not out.problems:
+        out.notes.append(f"the index says total_size {total_size}, the tensors have {found} bytes")

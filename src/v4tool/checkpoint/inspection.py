@@ -1,0 +1,166 @@
+"""A checkpoint's tensors against those that its configuration asks for (SPEC section 2).
+
+Deviations that mean the same numbers are accepted and noted (scales in F32, `tid2eid` in I32);
+all others are counted by kind and named, and where a known variant explains them the message says
+so: other dialects' names, the Base checkpoint's FP8 experts, the DSpark re-release's mtp blocks.
+Nothing is renamed, filled in or guessed. Left out: the payload's values (`shards.py` looks at
+them when it reads).
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from v4tool.checkpoint.catalogue import Catalogue, catalogue, some
+from v4tool.checkpoint.header import Entry
+from v4tool.checkpoint.layout import TensorSpec, layout
+from v4tool.config import ModelConfig
+
+Status = Literal["ok", "missing", "unexpected", "different"]
+
+ACCEPTED = {("F8_E8M0", "F32"), ("I64", "I32")}
+"""(expected, found) dtypes that hold the same numbers; F32 scales are checked when they are
+read.
+"""
+
+
+@dataclass(frozen=True)
+class TensorStatus:
+    """One row of the comparison: `spec` is None for an unexpected tensor, `found` for a missing
+    one.
+    """
+
+    name: str
+    spec: TensorSpec | None
+    status: Status
+    found: Entry | None
+
+
+@dataclass
+class Comparison:
+    """All rows in the layout's order, unexpected ones last; what is wrong; what is remarkable."""
+
+    rows: list[TensorStatus]
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def inspect(directory: Path | str, config: ModelConfig | None = None) -> list[TensorStatus]:
+    """Compare without raising for what is missing or different (a damaged shard's tensors are
+    missing).
+
+    Raises ConfigError or CheckpointError where there is nothing to compare.
+    """
+    found = catalogue(directory)
+    config = config or ModelConfig.from_file(found.directory / "config.json")
+    return _rows(layout(config), found.entries())
+
+
+def compare(found: Catalogue, config: ModelConfig, *, mtp: bool = True) -> Comparison:
+    """Compare a directory with the layout; without `mtp`, whatever is named `mtp.*` is left out."""
+    specs, entries = layout(config), found.entries()
+    if not mtp:
+        specs = {n: s for n, s in specs.items() if not _is_mtp(n)}
+        left = sum(map(_is_mtp, entries))
+        entries = {n: e for n, e in entries.items() if not _is_mtp(n)}
+    out = Comparison(_rows(specs, entries))
+    if mtp:
+        out.problems += _mtp_problems(config, entries)
+    elif left:
+        out.notes.append(f"{left} tensors of mtp.* are left out")
+    _judge(out)
+    return out
+
+
+def _is_mtp(name: str) -> bool:
+    return name.startswith("mtp.")
+
+
+def _rows(specs: dict[str, TensorSpec], entries: dict[str, Entry]) -> list[TensorStatus]:
+    rows = [
+        TensorStatus(n, s, _status(s, entries.get(n)), entries.get(n)) for n, s in specs.items()
+    ]
+    rest = sorted(entries.keys() - specs.keys())
+    return rows + [TensorStatus(n, None, "unexpected", entries[n]) for n in rest]
+
+
+def _status(spec: TensorSpec, found: Entry | None) -> Status:
+    if found is None:
+        return "missing"
+    dtype_ok = spec.dtype == found.dtype or (spec.dtype, found.dtype) in ACCEPTED
+    return "ok" if dtype_ok and spec.shape == found.shape else "different"
+
+
+def _mtp_problems(config: ModelConfig, entries: dict[str, Entry]) -> list[str]:
+    """Why MTP cannot be computed here, from the configuration or from the names."""
+    reason = config.mtp_problem
+    blocks = {n.split(".")[1] for n in entries if _is_mtp(n)}
+    norms = {"mtp.0.enorm.weight", "mtp.0.hnorm.weight"}
+    if reason is None and blocks and (len(blocks) > 1 or not norms & entries.keys()):
+        reason = (
+            f"{len(blocks)} mtp blocks, {'with' if norms & entries.keys() else 'without'} enorm and "
+            "hnorm, are of another design (as in the DSpark re-release)"
+        )
+    return [f"MTP cannot be computed, only the main model can: {reason}"] if reason else []
+
+
+def _judge(out: Comparison) -> None:
+    by_status: dict[str, list[TensorStatus]] = {}
+    for row in out.rows:
+        by_status.setdefault(row.status, []).append(row)
+    missing, unexpected = by_status.get("missing", []), by_status.get("unexpected", [])
+    out.problems += _dialects(unexpected)
+    for what, rows in (("missing", missing), ("unexpected", unexpected)):
+        if rows:
+            names = some(r.name for r in rows)
+            out.problems.append(f"{len(rows)} {what} tensor{'s' * (len(rows) > 1)}: {names}")
+    out.problems += _differences(by_status.get("different", []))
+    in_f32 = [r for r in by_status.get("ok", []) if _is_f32_scale(r)]
+    if in_f32:
+        out.notes.append(f"{len(in_f32)} scales are stored in F32 and read as powers of two")
+
+
+def _is_f32_scale(row: TensorStatus) -> bool:
+    return bool(row.spec and row.found and (row.spec.dtype, row.found.dtype) == ("F8_E8M0", "F32"))
+
+
+def _dialects(unexpected: list[TensorStatus]) -> list[str]:
+    """Lines that explain unexpected names by a dialect of the checkpoint's names."""
+    out = []
+    prefixed = [r.name for r in unexpected if r.name.startswith("model.")]
+    if prefixed:
+        out.append(f"{len(prefixed)} names of another dialect begin with model.: {some(prefixed)}")
+    inverse = [r.name for r in unexpected if r.name.endswith(".weight_scale_inv")]
+    if inverse:
+        out.append(
+            f"{len(inverse)} scales are named weight_scale_inv, expected scale: {some(inverse)}"
+        )
+    return out
+
+
+def _differences(rows: list[TensorStatus]) -> list[str]:
+    out = []
+    experts = [r for r in rows if ".ffn.experts." in r.name and _is_fp8_expert(r)]
+    if experts:
+        out.append(
+            f"{len(experts)} weights of routed experts are stored in F8_E4M3 (as in the Base "
+            "checkpoint), expert_dtype says fp4: only FP4 experts are defined, nothing is converted"
+        )
+        explained = {r.name.rsplit(".", 1)[0] for r in experts}
+        rows = [r for r in rows if r.name.rsplit(".", 1)[0] not in explained]
+    if rows:
+        found = some(map(_difference, rows))
+        out.append(f"{len(rows)} tensor{'s' * (len(rows) > 1)} of wrong dtype or shape: {found}")
+    return out
+
+
+def _is_fp8_expert(row: TensorStatus) -> bool:
+    return bool(row.spec and row.found and (row.spec.dtype, row.found.dtype) == ("I8", "F8_E4M3"))
+
+
+def _difference(row: TensorStatus) -> str:
+    spec, found = row.spec, row.found
+    assert spec is not None
+    assert found is not None
+    hint = " (transposed)" if len(spec.shape) > 1 and found.shape == spec.shape[::-1] else ""
+    return f"{row.name} expected {spec.dtype} {list(spec.shape)}, found {found}{hint}"

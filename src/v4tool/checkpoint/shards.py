@@ -1,0 +1,360 @@
+"""A checkpoint opened for reading: one tensor, some of its rows, one expert at a time (SPEC
+section 2).
+
+Everything that can be told from headers is checked when it is opened; what only the payload shows
+(a NaN scale, a tail of zeros, an impossible routing table) is checked when a tensor is read.
+Reads go by `pread` straight into the tensor's own memory, so peak memory is what the caller
+holds, whatever the size of the files. Left out: decoding the number formats (`quant`), NaN codes
+in weights (`v4tool check --port`).
+"""
+
+import os
+import struct
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from v4tool.checkpoint.catalogue import Catalogue, catalogue
+from v4tool.checkpoint.header import Entry
+from v4tool.checkpoint.inspection import compare
+from v4tool.checkpoint.layout import TensorSpec
+from v4tool.config import ModelConfig
+from v4tool.errors import CheckpointError
+
+_TORCH = {
+    "F8_E4M3": torch.uint8,
+    "F8_E8M0": torch.uint8,
+    "I8": torch.uint8,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_MAX_READ = 1 << 30
+"""Linux transfers at most 2 GiB a call."""
+_PROBE = 4096
+"""Bytes looked at first when asking whether anything is not zero."""
+
+
+class Checkpoint:
+    """An open checkpoint, safe to use from several threads; close it or use it as a context
+    manager.
+
+    config: its ModelConfig; directory; fingerprint: hex, see `Catalogue.fingerprint`; notes:
+    remarks for the user; specs: name -> TensorSpec of what may be read; bytes_read: bytes taken
+    from the files.
+    """
+
+    def __init__(
+        self,
+        found: Catalogue,
+        config: ModelConfig,
+        specs: dict[str, TensorSpec],
+        notes: list[str],
+        drop_pages: bool,
+    ) -> None:
+        self.config = config
+        self.directory = found.directory
+        self.fingerprint = found.fingerprint()
+        self.notes = notes
+        self.specs = specs
+        self.drop_pages = drop_pages
+        self.bytes_read = 0
+        self._found = found
+        self._lock = threading.Lock()
+        self._fds: dict[str, int] = {}
+        self._not_zero: set[str] = set()
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path | str,
+        *,
+        mtp: bool = True,
+        drop_pages: bool | None = None,
+        config: ModelConfig | None = None,
+    ) -> Self:
+        """Open and check a checkpoint directory.
+
+        mtp: without it, `mtp.*` is neither checked nor readable (other designs of MTP can be left
+        out). drop_pages: take a tensor's pages out of the page cache once read; by default when
+        the checkpoint is larger than half of the memory, where keeping them would only push out
+        others. Raises ConfigError or CheckpointError, one line that names all problems found.
+        """
+        found = catalogue(directory)
+        config = config or ModelConfig.from_file(found.directory / "config.json")
+        if not found.problems:
+            found.problems += zero_tails(found)
+        result = compare(found, config, mtp=mtp)
+        # what a missing or damaged file should have held needs no second complaint
+        problems = found.problems or result.problems
+        if problems:
+            raise CheckpointError(f"{found.directory}: {'; '.join(problems)}")
+        specs = {row.name: row.spec for row in result.rows if row.spec is not None}
+        if drop_pages is None:
+            drop_pages = sum(h.size for h in found.headers.values()) > _memory() // 2
+        return cls(found, config, specs, found.notes + result.notes, drop_pages)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.specs
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files; a later read opens them again."""
+        with self._lock:
+            fds, self._fds = self._fds, {}
+        for fd in fds.values():
+            os.close(fd)
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of a tensor on disk."""
+        return self._entry(name).nbytes
+
+    def read(self, name: str, buffer: Tensor | None = None) -> Tensor:
+        """A whole tensor in its stored shape.
+
+        F8_E4M3, F8_E8M0 and I8 come as uint8 codes (two FP4 codes to a byte), BF16, F32, I32 and
+        I64 as they are. buffer: a contiguous uint8 tensor to read into (fresh memory is slow);
+        the result is then a view of it. Raises CheckpointError when the values cannot be right.
+        """
+        entry = self._entry(name)
+        return self._load(name, entry, entry.start, entry.shape, buffer)
+
+    def read_rows(self, name: str, start: int, stop: int, buffer: Tensor | None = None) -> Tensor:
+        """Rows start ... stop-1 of the first dimension; otherwise as `read`."""
+        entry = self._entry(name)
+        rows, row_bytes = _rows(entry)
+        if not 0 <= start <= stop <= rows:
+            raise CheckpointError(
+                f"{name}: expected rows within 0 ... {rows}, found {start}:{stop}"
+            )
+        shape = (stop - start, *entry.shape[1:])
+        return self._load(name, entry, entry.start + start * row_bytes, shape, buffer)
+
+    def gather_rows(self, name: str, rows: Tensor | Sequence[int]) -> Tensor:
+        """The given rows, `[*rows.shape, ...]`; each is read once, neighbours in one go."""
+        entry = self._entry(name)
+        count, row_bytes = _rows(entry)
+        wanted, place = torch.unique(torch.as_tensor(rows, dtype=torch.int64), return_inverse=True)
+        if wanted.numel() and (wanted[0] < 0 or wanted[-1] >= count):
+            raise CheckpointError(
+                f"{name}: expected rows 0 ... {count - 1}, found {wanted[0]} ... {wanted[-1]}"
+            )
+        raw = torch.empty(wanted.numel() * row_bytes, dtype=torch.uint8)
+        done = 0
+        for first, length in _runs(wanted.tolist()):
+            part = raw[done * row_bytes : (done + length) * row_bytes]
+            self._fill(name, entry.start + first * row_bytes, part)
+            done += length
+        values = self._interpret(name, entry, raw, (wanted.numel(), *entry.shape[1:]))
+        return values[place]
+
+    def advise(self, names: Iterable[str]) -> None:
+        """Tell the kernel that these tensors will be read soon; returns at once."""
+        for name in names:
+            entry = self._entry(name)
+            _will_need(self._fd(name), entry.start, entry.nbytes)
+
+    def release(self, name: str) -> None:
+        """Drop a tensor's pages from the page cache, whatever `drop_pages` says."""
+        entry = self._entry(name)
+        _dont_need(self._fd(name), entry.start, entry.nbytes)
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self.specs:
+            raise CheckpointError(f"{self.directory}: there is no tensor {name}")
+        return self._found.entry(name)
+
+    def _fd(self, name: str) -> int:
+        file = self._found.files[name]
+        with self._lock:
+            if file not in self._fds:
+                try:
+                    self._fds[file] = os.open(self.directory / file, os.O_RDONLY)
+                except OSError as e:
+                    raise CheckpointError(f"{self.directory / file}: {e.strerror}") from None
+            return self._fds[file]
+
+    def _load(
+        self,
+        name: str,
+        entry: Entry,
+        offset: int,
+        shape: tuple[int, ...],
+        buffer: Tensor | None,
+    ) -> Tensor:
+        nbytes = entry.nbytes if shape == entry.shape else shape[0] * _rows(entry)[1]
+        raw = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer[:nbytes]
+        self._fill(name, offset, raw)
+        return self._interpret(name, entry, raw, shape)
+
+    def _fill(self, name: str, offset: int, raw: Tensor) -> None:
+        """Read raw.numel() bytes from `offset` of the tensor's file."""
+        fd, view, done = self._fd(name), raw.numpy().data, 0
+        while done < len(view):
+            try:
+                got = os.preadv(fd, [view[done : done + _MAX_READ]], offset + done)
+            except OSError as e:
+                raise CheckpointError(f"{self._found.files[name]}: {name}: {e.strerror}") from None
+            if not got:
+                raise CheckpointError(f"{self._found.files[name]}: {name}: the file ends early")
+            done += got
+        with self._lock:
+            self.bytes_read += done
+        if self.drop_pages:
+            _dont_need(fd, offset, done)
+
+    def _interpret(self, name: str, entry: Entry, raw: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Bytes to values of the expected kind, refused where they cannot be right."""
+        spec = self.specs[name]
+        values = raw.view(_TORCH[entry.dtype]).view(shape)
+        if _never_zero(name, spec):
+            self._require_not_zero(name, entry, raw)
+        if spec.dtype == "F8_E8M0":
+            values = _scale_codes(name, values)
+        if name.endswith(".tid2eid"):
+            _check_experts(name, values, self.config.n_routed_experts)
+        return values
+
+    def _require_not_zero(self, name: str, entry: Entry, raw: Tensor) -> None:
+        """Refuse a tensor that is zero throughout; rows of zeros (unused tokens) are no proof."""
+        if name in self._not_zero or raw[:_PROBE].any() or raw.any():
+            self._not_zero.add(name)
+            return
+        piece = torch.empty(min(entry.nbytes, 1 << 24), dtype=torch.uint8)
+        for start in range(entry.start, entry.stop, len(piece)):
+            part = piece[: entry.stop - start]
+            self._fill(name, start, part)
+            if part.any():
+                self._not_zero.add(name)
+                return
+        raise CheckpointError(
+            f"{self._found.files[name]}: {name}: all {entry.nbytes} bytes are zero, "
+            "as after a download that was not finished"
+        )
+
+
+def zero_tails(found: Catalogue) -> list[str]:
+    """Shards that end in zeros where weights should be: a download that was not finished."""
+    out = []
+    for file, header in found.headers.items():
+        start = _zeros_from(found.directory / file, len(header.raw), header.size)
+        hit = [
+            name
+            for name, e in sorted(header.tensors.items(), key=lambda item: item[1].start)
+            if e.dtype in ("F8_E4M3", "I8")
+            and e.stop - max(e.start, start) >= min(_PROBE, e.nbytes)
+        ]
+        if hit:
+            out.append(
+                f"{file}: its last {header.size - start} bytes are zero, from {hit[0]} on "
+                f"({len(hit)} weights), as after a download that was not finished"
+            )
+    return out
+
+
+def _zeros_from(path: Path, start: int, stop: int) -> int:
+    """The offset from which on the file holds only zeros, looking no further back than `start`."""
+    step = _PROBE
+    with path.open("rb") as f:
+        while stop > start:
+            begin = max(start, stop - step)
+            f.seek(begin)
+            kept = len(f.read(stop - begin).rstrip(b"\0"))
+            if kept:
+                return begin + kept
+            stop, step = begin, 1 << 20
+    return start
+
+
+def _never_zero(name: str, spec: TensorSpec) -> bool:
+    """Tensors that no training leaves all zero; a lone scale may be 2^-127, whose code is 0."""
+    if spec.dtype in ("F8_E4M3", "I8"):
+        return True
+    if spec.dtype == "F8_E8M0":
+        return spec.nbytes > 1
+    return name in ("embed.weight", "head.weight")
+
+
+def _rows(entry: Entry) -> tuple[int, int]:
+    """Number of rows and bytes per row."""
+    return entry.shape[0], entry.nbytes // max(entry.shape[0], 1)
+
+
+def _runs(rows: list[int]) -> Iterable[tuple[int, int]]:
+    """Ascending numbers as (first, length) of consecutive ones."""
+    start = 0
+    for i in range(1, len(rows) + 1):
+        if i == len(rows) or rows[i] != rows[i - 1] + 1:
+            yield rows[start], i - start
+            start = i
+
+
+def _scale_codes(name: str, values: Tensor) -> Tensor:
+    """E8M0 codes (uint8); F32 scales that are exact powers of two are turned into them."""
+    if values.dtype == torch.float32:
+        bits = values.view(torch.int32)
+        codes = bits >> 23
+        codes[bits == 1 << 22] = 0  # 2^-127, the one power of two that is subnormal in F32
+        wrong = (codes < 0) | (codes > 254) | ((bits & 0x7FFFFF) != 0) & (bits != 1 << 22)
+        wrong |= bits == 0
+        if wrong.any():
+            raise CheckpointError(
+                f"{name}: expected powers of two from 2^-127 to 2^127, "
+                f"found {values[wrong].flatten()[0].item()!r}"
+            )
+        return codes.to(torch.uint8)
+    if (values == 0xFF).any():
+        count = int((values == 0xFF).sum())
+        raise CheckpointError(f"{name}: {count} of {values.numel()} scales are 0xFF (NaN)")
+    return values
+
+
+def _check_experts(name: str, table: Tensor, experts: int) -> None:
+    """Each row of `tid2eid` [rows, k] must name k different experts."""
+    ordered = table.sort(dim=-1).values
+    wrong = ((table < 0) | (table >= experts)).any(-1)
+    wrong |= (ordered[:, 1:] == ordered[:, :-1]).any(-1)
+    if wrong.any():
+        row = table[wrong][0].tolist()
+        raise CheckpointError(
+            f"{name}: expected different experts 0 ... {experts - 1} in a row, found {row} "
+            f"({int(wrong.sum())} of {len(table)} rows)"
+        )
+
+
+def _memory() -> int:
+    """Bytes of physical memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _will_need(fd: int, offset: int, length: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
+    elif sys.platform == "darwin":
+        import fcntl
+
+        f_rdadvise = 44  # <sys/fcntl.h>; its count is a signed 32-bit integer
+        fcntl.fcntl(fd, f_rdadvise, struct.pack("qi", offset, min(length, 0x7FFFFFFF)))
+
+
+def _dont_need(fd: int, offset: int, length: int) -> None:
+    """Drop pages where the system offers it; elsewhere the kernel ages them by itself."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
