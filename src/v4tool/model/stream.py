@@ -1,0 +1,127 @@
+"""The streaming pass: every layer once, all sequences through it while its weights are at hand.
+
+A `Sequence` is one prompt with its observer. `run` takes all prompts through the prefill, the MTP prefill and
+decode, and the decode steps of the main stack; sequences with fewer steps drop out. Nothing is kept of a
+layer but what decode needs of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from v4tool.config import ModelConfig, Numerics
+from v4tool.model.block import block, embed, head, last_rows, mtp
+from v4tool.model.scope import LayerState, Scope, Segment, Tap, Weights
+from v4tool.names import Step, steps_of
+
+EMBEDDING = "embed.weight"
+MATRIX = "head.weight"
+
+Watch = Callable[[str, str], None]
+"""Told the pass (`prefill`, `decode.0`, `mtp`) and the place (`layers.3`, `head`) that comes next."""
+
+
+@dataclass
+class Sequence:
+    """One prompt: its ids, how many decode steps follow, the ids of these where they are given.
+
+    decode_ids grows to `decode` entries while `run` goes on: what is not given is chosen greedily, the
+    arg-max of the previous logits, the lowest index on ties.
+    """
+
+    ids: list[int]
+    tap: Tap
+    decode: int = 0
+    decode_ids: list[int] = field(default_factory=list)
+    states: dict[int, LayerState] = field(default_factory=dict)
+
+    def segment(self, step: Step, ids: list[int]) -> Segment:
+        """The tokens of one pass."""
+        return Segment(step, torch.tensor(ids, dtype=torch.int64), self.states, self.tap)
+
+    def main_segment(self, number: int) -> Segment:
+        """Pass 0 is the prefill, pass i the decode step i - 1."""
+        step = steps_of(len(self.ids), self.decode)[number]
+        segment = self.segment(step, self.ids if number == 0 else [self.decode_ids[number - 1]])
+        self.tap(f"{step.prefix}input_ids", segment.ids.unsqueeze(0))
+        return segment
+
+    def mtp_segments(self) -> tuple[Segment, Segment]:
+        """The MTP prefill over the prompt and the one MTP decode step, with the prompt's last id."""
+        length = len(self.ids)
+        return (
+            self.segment(Step("mtp.0.prefill.", length, 0), self.ids),
+            self.segment(Step("mtp.0.decode.", 1, length), self.ids[-1:]),
+        )
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How far to compute: main layers below `layers`; head and MTP only where they are asked for."""
+
+    layers: int
+    head: bool = True
+    mtp: bool = True
+
+    @classmethod
+    def whole(cls, config: ModelConfig) -> "Extent":
+        """All of the model."""
+        return cls(config.n_layers, mtp=config.mtp_supported)
+
+
+def through_layers(scope: Scope, extent: Extent, watch: Watch, name: str) -> Tensor:
+    """Embedding and main layers of one pass: BF16 [T, M, D], the streams after the last layer computed."""
+    watch(name, "embed")
+    x = embed(scope, EMBEDDING).unsqueeze(1).repeat(1, scope.config.hc_mult, 1)
+    for layer in range(extent.layers):
+        watch(name, f"layers.{layer}")
+        place = scope / "layers" / str(layer)
+        x = place.tap("out", block(place, x, layer))
+    return x
+
+
+def through_mtp(scope: Scope, sequences: list[Sequence], x_TMD: Tensor) -> Tensor:
+    """MTP prefill and decode of all sequences as one batch, prefills first: acc [2 * sequences, V]."""
+    prefills, decodes = zip(*(sequence.mtp_segments() for sequence in sequences), strict=True)
+    h = torch.cat([x_TMD, last_rows(scope, x_TMD)])
+    place = replace(scope, segments=prefills + decodes, path="mtp.0.", record="")
+    return mtp(place, h, EMBEDDING, MATRIX)
+
+
+def greedy(sequences: list[Sequence], logits_nV: Tensor, number: int) -> None:
+    """Give every sequence that goes on and has no id for decode step `number` the arg-max of its logits.
+
+    The logits are compared as recorded, in FP32; the lowest index wins a tie.
+    """
+    for sequence, row in zip(sequences, logits_nV.float(), strict=True):
+        if len(sequence.decode_ids) == number < sequence.decode:
+            sequence.decode_ids.append(int((row == row.max()).nonzero()[0]))
+
+
+def run(
+    weights: Weights,
+    config: ModelConfig,
+    numerics: Numerics,
+    sequences: list[Sequence],
+    extent: Extent | None = None,
+    watch: Watch = lambda name, place: None,
+) -> None:
+    """Take all sequences through the model; what happens is seen by their taps alone.
+
+    extent: how far to compute (default: everything). Decode steps without given ids need the whole stack.
+    """
+    extent = extent or Extent.whole(config)
+    for number in range(1 + max(sequence.decode for sequence in sequences)):
+        going = [s for s in sequences if s.decode >= number]
+        name = f"decode.{number - 1}" if number else "prefill"
+        segments = tuple(sequence.main_segment(number) for sequence in going)
+        scope = Scope(weights, config, numerics, segments)
+        x = through_layers(scope, extent, watch, name)
+        if extent.head:
+            watch(name, "head")
+            greedy(going, head(scope, x, MATRIX), number)
+        if extent.mtp and number == 0:
+            watch("mtp", "mtp.0")
+            through_mtp(scope, going, x)

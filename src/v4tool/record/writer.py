@@ -1,0 +1,197 @@
+"""A safetensors file that is written while its tensors come into being.
+
+The header stands in front of the payload but is known only at the end, so room for it is reserved and
+the rest padded with spaces, which the format allows. Everything goes to `<name>.partial`, with the SHA-256 of
+the payload taken on the way; `close` writes the header, syncs and renames, so a file under its own name is
+always whole. One thread writes while the caller computes.
+
+The order is the order of `put`, with one exception: safetensors' readers want every tensor aligned to its
+element, so 8-byte tensors are kept back to the end, and 4-byte tensors with an odd number of elements go in
+pairs. The payload therefore depends on the values alone, not on threads, machine or time.
+"""
+
+import hashlib
+import json
+import os
+import queue
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from v4tool.errors import OutputError
+
+DTYPES = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
+BYTES_IN_FLIGHT = 64 << 20
+HEADER_BYTES_PER_TENSOR = 136
+"""Room for one header entry: the longest name, shape and offsets of a large model fit with space to spare."""
+
+
+def stored(value: Tensor) -> np.ndarray[Any, Any]:
+    """A value as it is recorded: floats as FP32, integers in their own type (SPEC 6); own memory."""
+    if value.is_floating_point():
+        value = value.to(torch.float32)
+    return value.detach().contiguous().clone().numpy()
+
+
+class RecordingWriter:
+    """Writes one recording; use as a context manager, which discards the file on any error.
+
+    path: the final name. most_tensors: upper bound of the number of tensors, for the header's room.
+    metadata: header strings; `close` adds `payload_sha256`.
+    """
+
+    def __init__(
+        self, path: Path, most_tensors: int, metadata: dict[str, str], *, force: bool = False
+    ) -> None:
+        self.path, self.partial = path, path.with_name(path.name + ".partial")
+        self.metadata = dict(metadata)
+        self._refuse_existing(force)
+        room = sum(len(json.dumps([k, v])) + 8 for k, v in metadata.items()) + 512
+        self._header_room = -(-(most_tensors * HEADER_BYTES_PER_TENSOR + room) // 4096) * 4096 - 8
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._offset = 0
+        self._last: list[tuple[str, np.ndarray[Any, Any]]] = []
+        self._odd: tuple[str, np.ndarray[Any, Any]] | None = None
+        self._sha = hashlib.sha256()
+        self._error: OSError | None = None
+        self._in_flight = 0
+        self._space = threading.Condition()
+        self._queue: queue.SimpleQueue[np.ndarray[Any, Any] | None] = queue.SimpleQueue()
+        self._lock = FileLock(str(self.partial) + ".lock", timeout=0)
+        self._open()
+        self._thread = threading.Thread(target=self._write_all, daemon=True)
+        self._thread.start()
+
+    def _refuse_existing(self, force: bool) -> None:
+        if self.path.is_dir():
+            raise OutputError(f"{self.path}: expected a file name, found a directory")
+        if self.path.exists() and not force:
+            raise OutputError(f"{self.path}: exists already; use --force to replace it")
+
+    def _open(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            self._file = self.partial.open("wb")
+            self._file.seek(8 + self._header_room)
+        except Timeout:
+            raise OutputError(f"{self.path}: another run is writing this file") from None
+        except OSError as error:
+            raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from None
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Record one tensor; the value may be changed afterwards. Raises OutputError if writing failed."""
+        array = stored(value)
+        if name in self._entries or any(name == n for n, _ in self._last):
+            raise ValueError(f"{name} was recorded twice")
+        if array.itemsize == 8:
+            self._last.append((name, array))
+        elif array.size % 2 == 0:
+            self._write(name, array)
+        elif self._odd is None:
+            self._odd = (name, array)
+        else:
+            pair, self._odd = self._odd, None
+            self._write(*pair)
+            self._write(name, array)
+
+    def _write(self, name: str, array: np.ndarray[Any, Any]) -> None:
+        end = self._offset + array.nbytes
+        self._entries[name] = {
+            "dtype": DTYPES[torch.from_numpy(array).dtype],
+            "shape": list(array.shape),
+            "data_offsets": [self._offset, end],
+        }
+        self._offset = end
+        with self._space:
+            self._space.wait_for(lambda: self._in_flight < BYTES_IN_FLIGHT or self._error)
+            self._in_flight += array.nbytes
+        self._raise_error()
+        self._queue.put(array)
+
+    def _write_all(self) -> None:
+        while (array := self._queue.get()) is not None:
+            try:
+                if self._error is None and array.nbytes:
+                    data = array.reshape(-1).view(np.uint8).data
+                    self._file.write(data)
+                    self._sha.update(data)
+            except OSError as error:
+                self._error = error
+            with self._space:
+                self._in_flight -= array.nbytes
+                self._space.notify()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            reason = self._error.strerror or self._error
+            raise OutputError(f"{self.path}: cannot be written: {reason}")
+
+    def close(self) -> str:
+        """Finish the file under its own name; returns the SHA-256 of the payload, hexadecimal."""
+        for name, array in [*self._last, *([self._odd] if self._odd else [])]:
+            self._write(name, array)
+        self._stop()
+        self._raise_error()
+        try:
+            digest = self._finish()
+        except OSError as error:
+            self._error = error
+            self._raise_error()
+            raise AssertionError from error
+        self._lock.release()
+        return digest
+
+    def _finish(self) -> str:
+        digest = self._sha.hexdigest()
+        header = {"__metadata__": {**self.metadata, "payload_sha256": digest}, **self._entries}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        if len(text) > self._header_room:
+            raise AssertionError(f"header of {len(text)} bytes, room for {self._header_room}")
+        self._file.seek(0)
+        self._file.write(self._header_room.to_bytes(8, "little") + text.ljust(self._header_room))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self.partial.replace(self.path)
+        return digest
+
+    def _stop(self) -> None:
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def discard(self) -> None:
+        """Give up: nothing is left but an older file under the final name."""
+        self._stop()
+        self._file.close()
+        self.partial.unlink(missing_ok=True)
+        self._lock.release()
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of payload so far."""
+        return self._offset
+
+    @property
+    def tensors(self) -> int:
+        """Tensors in the file so far."""
+        return len(self._entries)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None and self._lock.is_locked:
+            self.discard()
