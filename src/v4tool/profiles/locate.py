@@ -1,0 +1,109 @@
+"""Where a profile's checkpoint lies, or which one is to be made. Nothing is downloaded or written.
+
+Left out: whether the checkpoint is complete and well formed is for its reader to find out, and who
+holds a `SynthRequest` has to make what it asks for.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from v4tool.errors import CheckpointError, ProfileError
+from v4tool.profiles.schema import Profile
+
+
+@dataclass(frozen=True)
+class SynthRequest:
+    """A checkpoint of random weights, to be made from this config and seed, below `cache`."""
+
+    config: Path
+    seed: int
+    cache: Path
+
+    def directory(self, version: str | int) -> Path:
+        """Where it belongs. A change of config, seed or generator's version changes the name."""
+        try:
+            digest = hashlib.sha256(self.config.read_bytes())
+        except OSError as error:
+            raise ProfileError(f"{self.config}: cannot be read: {error.strerror}") from error
+        digest.update(f"\0seed {self.seed}\0version {version}".encode())
+        name = self.config.stem.removesuffix("_config")
+        return self.cache / f"{name}-{digest.hexdigest()[:16]}"
+
+
+def locate_checkpoint(profile: Profile, *, hub_cache: Path | None = None) -> Path | SynthRequest:
+    """The checkpoint's directory, or which one to make.
+
+    hub_cache: the Hugging Face cache to look into (default: the library's own, so HF_HUB_CACHE and
+    HF_HOME hold). CheckpointError for a named directory that is none, ProfileError where there is
+    nothing.
+    """
+    if profile.ckpt is not None:
+        return _named(profile.ckpt, profile.origin["ckpt"])
+    if profile.checkpoint.synth:
+        import platformdirs
+
+        cache = platformdirs.user_cache_path("v4tool") / "checkpoints"
+        return SynthRequest(profile.config, profile.seed, cache)
+    repo = profile.checkpoint.repo
+    found = cached_snapshot(repo, profile.checkpoint.revision, hub_cache) if repo else None
+    if found is None:
+        third = f", or download {repo} into the local Hugging Face cache yourself" if repo else ""
+        raise ProfileError(
+            f"profile {profile.name}: no checkpoint found: give its directory with --ckpt DIR, "
+            f"set V4TOOL_CKPT=DIR{third} (v4tool never downloads)"
+        )
+    return found
+
+
+def _named(directory: Path, origin: str) -> Path:
+    if directory.is_dir():
+        return directory
+    found = "a file" if directory.exists() else "nothing"
+    raise CheckpointError(
+        f"{origin}: expected a checkpoint directory, found {found} at {directory}"
+    )
+
+
+def cached_snapshot(repo: str, revision: str, hub_cache: Path | None = None) -> Path | None:
+    """The directory of a snapshot in the local Hugging Face cache that has an index and a config.
+
+    The asked-for revision; where the cache does not have it, the only other one that is there.
+    ProfileError if there are several.
+    """
+    asked = _snapshot(repo, revision, hub_cache)
+    if asked is not None:
+        return asked
+    others = [_snapshot(repo, commit, hub_cache) for commit in _commits(repo, hub_cache)]
+    found = sorted(other for other in others if other is not None)
+    if len(found) > 1:
+        raise ProfileError(
+            f"{repo}: expected revision {revision} in the local Hugging Face cache, found "
+            f"{', '.join(other.name for other in found)}: name one as `revision` in the profile, "
+            f"or give its directory with --ckpt"
+        )
+    return found[0] if found else None
+
+
+def _snapshot(repo: str, revision: str, hub_cache: Path | None) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    directory = None
+    for name in ("config.json", "model.safetensors.index.json"):
+        file = try_to_load_from_cache(repo, name, hub_cache, revision=revision)
+        if not isinstance(file, str):
+            return None
+        directory = Path(file).parent
+    return directory
+
+
+def _commits(repo: str, hub_cache: Path | None) -> list[str]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir(hub_cache).repos
+    except CacheNotFound:
+        return []
+    models = [found for found in repos if found.repo_id == repo and found.repo_type == "model"]
+    return [revision.commit_hash for found in models for revision in found.revisions]

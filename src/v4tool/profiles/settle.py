@@ -1,0 +1,208 @@
+"""Settle a profile: option over environment over file over default, each value's source kept.
+
+An empty environment variable counts as not set. What a file points at (`path`, `config`,
+`cases_file`) is relative to that file, `out_dir` to the directory that the user works in. A file
+that names no `cases_file` has the shipped cases, one without `[checkpoint]` has nano's.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from v4tool.errors import ProfileError
+from v4tool.profiles import toml, values
+from v4tool.profiles.schema import Case, CasesFile, CheckpointSettings, Profile, ProfileFile
+from v4tool.profiles.tokens import encode
+
+DEFAULT_PROFILE = "nano"
+PROFILE_VARIABLE = "V4TOOL_PROFILE"
+CASES_FILE = "cases.toml"
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class Setting(NamedTuple):
+    """A value that has all four sources. `number`: text that spells a whole number is one."""
+
+    key: str
+    option: str
+    variable: str
+    default: object
+    parse: Callable[[object], Any]
+    number: bool = False
+
+
+SETTINGS = (
+    Setting("ckpt", "--ckpt", "V4TOOL_CKPT", None, values.path),
+    Setting("threads", "--threads", "V4TOOL_THREADS", "auto", values.threads, number=True),
+    Setting("seed", "--seed", "V4TOOL_SEED", 0, values.seed, number=True),
+    Setting("out_dir", "--out", "V4TOOL_OUT_DIR", Path("activations"), values.path),
+    Setting("accumulate", "--accumulate", "V4TOOL_ACCUMULATE", "float64", values.accumulate),
+    Setting("backend", "--backend", "V4TOOL_BACKEND", "auto", values.backend),
+)
+
+
+def shipped_directory() -> Path:
+    """The directory of the shipped profiles: in the package, or the checkout's own `profiles/`."""
+    installed = PACKAGE / "_profiles"
+    return installed if installed.is_dir() else PACKAGE.parents[1] / "profiles"
+
+
+def available() -> list[str]:
+    """The names of the shipped profiles, sorted."""
+    found = shipped_directory().glob("*.toml")
+    return sorted(path.stem for path in found if path.name != CASES_FILE)
+
+
+def load(
+    name_or_file: str | Path | None = None,
+    *,
+    options: Mapping[str, object],
+    environ: Mapping[str, str],
+) -> Profile:
+    """Settle a profile: a shipped name or a TOML file, else V4TOOL_PROFILE, else `nano`.
+
+    options: values from the command line by key (ckpt, threads, seed, out_dir, accumulate,
+    backend), None where an option was not given; environ: the process environment. ProfileError in
+    one line, naming source, key, expected and found, for whatever cannot be used.
+    """
+    chosen, source = _choose(name_or_file, environ)
+    path, shown = _find(chosen, source)
+    file = toml.read(path, shown, ProfileFile)
+    settled, origin = _settle_all(file, path, shown, options, environ)
+    cases, origin["cases"] = _read_cases(file, path, shown)
+    checkpoint = file.checkpoint or CheckpointSettings(config=DEFAULT_PROFILE, synth=True)
+    return Profile(
+        name=path.stem,
+        source=path,
+        summary=file.summary,
+        config=_config(checkpoint, settled["ckpt"], path),
+        checkpoint=checkpoint,
+        cases=tuple(_with_ids(case, settled["ckpt"]) for case in cases),
+        origin={"profile": source, **origin},
+        **settled,
+    )
+
+
+def _choose(name_or_file: str | Path | None, environ: Mapping[str, str]) -> tuple[str | Path, str]:
+    if name_or_file is not None:
+        return name_or_file, "option --profile"
+    if environ.get(PROFILE_VARIABLE):
+        return environ[PROFILE_VARIABLE], f"environment {PROFILE_VARIABLE}"
+    return DEFAULT_PROFILE, "default"
+
+
+def _find(name_or_file: str | Path, source: str) -> tuple[Path, str]:
+    """A profile's path and what messages call it. ProfileError for one that is not there."""
+    known, word = available(), str(name_or_file)
+    if isinstance(name_or_file, str) and word in known:
+        return shipped_directory() / f"{word}.toml", f"profiles/{word}.toml"
+    path = Path(name_or_file).expanduser()
+    if path.is_file():
+        return path, str(path)
+    if path.suffix == ".toml" or len(path.parts) > 1:
+        raise ProfileError(f"{source}: expected a profile's file, found none at {path}")
+    raise ProfileError(
+        f"{source}: unknown profile {values.short(word)}{values.close(word, known)}: "
+        f"shipped are {', '.join(known) or 'none'}; your own goes by its path, FILE.toml"
+    )
+
+
+def _settle_all(
+    file: ProfileFile,
+    path: Path,
+    shown: str,
+    options: Mapping[str, object],
+    environ: Mapping[str, str],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Every setting's value, and every setting's origin."""
+    strange = set(options) - {setting.key for setting in SETTINGS}
+    if strange:
+        raise TypeError(f"no such settings: {sorted(strange)}")
+    own = _in_file(file, path)
+    settled: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for setting in SETTINGS:
+        key = setting.key
+        settled[key], origin[key] = _settle(setting, options, environ, own[key], shown)
+    if settled["ckpt"] is None and file.checkpoint is not None:
+        origin["ckpt"] = shown
+    origin["config"] = origin["ckpt"]
+    if settled["threads"] == "auto":
+        settled["threads"] = values.usable_cores()
+    return settled, origin
+
+
+def _in_file(file: ProfileFile, path: Path) -> dict[str, object]:
+    """The file's own values by setting; its checkpoint directory is relative to the file."""
+    own = file.checkpoint.path if file.checkpoint else None
+    return {
+        "ckpt": None if own is None else path.parent / Path(own).expanduser(),
+        "threads": file.threads,
+        "seed": file.seed,
+        "out_dir": file.out_dir,
+        "accumulate": file.numerics.accumulate,
+        "backend": file.backend,
+    }
+
+
+def _settle(
+    setting: Setting,
+    options: Mapping[str, object],
+    environ: Mapping[str, str],
+    in_file: object,
+    shown: str,
+) -> tuple[Any, str]:
+    """One setting's value and origin."""
+    if options.get(setting.key) is not None:
+        source = f"option {setting.option}"
+        return _given(setting, options[setting.key], source), source
+    if environ.get(setting.variable):
+        source = f"environment {setting.variable}"
+        return _given(setting, environ[setting.variable], source), source
+    if in_file is not None:
+        return in_file, shown
+    return setting.default, "default"
+
+
+def _given(setting: Setting, value: object, source: str) -> Any:
+    """A value from the command line or the environment. ProfileError names the source."""
+    try:
+        return setting.parse(values.from_text(value) if setting.number else value)
+    except ValueError as error:
+        raise ProfileError(f"{source}: {error}, found {values.short(value)}") from error
+
+
+def _config(checkpoint: CheckpointSettings, ckpt: Path | None, path: Path) -> Path:
+    """The named checkpoint's config.json, else the one that the file names, else a shipped one."""
+    if ckpt is not None:
+        return ckpt / "config.json"
+    own = Path(checkpoint.config or "").expanduser()
+    if own.suffix == ".json":
+        return path.parent / own
+    return PACKAGE / "data" / f"{checkpoint.config}_config.json"
+
+
+def _read_cases(file: ProfileFile, path: Path, shown: str) -> tuple[tuple[Case, ...], str]:
+    """The cases of `cases_file`, then the profile's own; and where they came from."""
+    if file.cases_file is None:
+        shared, shared_shown = shipped_directory() / CASES_FILE, f"profiles/{CASES_FILE}"
+    else:
+        shared = path.parent / Path(file.cases_file).expanduser()
+        shared_shown = str(Path(shown).parent / file.cases_file)
+    cases = toml.read(shared, shared_shown, CasesFile).cases + file.cases
+    for key in ("id", "file"):
+        found = [getattr(case, key) for case in cases]
+        twice = sorted({value for value in found if found.count(value) > 1})
+        if twice:
+            raise ProfileError(
+                f"{shown}: cases: expected every {key} once, found {twice[0]} twice "
+                f"(with those of {shared_shown})"
+            )
+    return cases, f"{shared_shown}, {shown}" if file.cases else shared_shown
+
+
+def _with_ids(case: Case, tokenizer: Path | None) -> Case:
+    """The case with its text encoded where its ids are not frozen."""
+    if case.input_ids or case.text is None:
+        return case
+    return case.model_copy(update={"input_ids": tuple(encode(case.text, tokenizer))})

@@ -1,0 +1,93 @@
+"""Read a TOML file into a model; whatever is wrong with it becomes one line.
+
+The line is `file: dotted key: expected ..., found ...`. Left out: what may stand in a file, see
+`schema`.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from v4tool.errors import ProfileError
+from v4tool.profiles.schema import TABLES
+from v4tool.profiles.values import close, short
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+Model = TypeVar("Model", bound=BaseModel)
+
+# pydantic's wording -> ours
+WORDING = (
+    ("Value error, ", ""),
+    ("Input should be", "expected"),
+    ("valid tuple", "list"),
+    ("String should", "expected to"),
+)
+
+
+def read(path: Path, shown: str, model: type[Model]) -> Model:
+    """The file as `model`; `shown` is what messages call it. ProfileError for anything wrong."""
+    raw = _parse(path, shown)
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise ProfileError(_one_line(error, shown, raw, model)) from error
+
+
+def _parse(path: Path, shown: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProfileError(f"{shown}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"{shown}: expected UTF-8, found none at byte {error.start}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ProfileError(f"{shown}: not valid TOML: {error}") from error
+
+
+def _one_line(
+    error: ValidationError, shown: str, raw: Mapping[str, Any], model: type[BaseModel]
+) -> str:
+    """The first error, and how many more there are."""
+    errors = error.errors(include_url=False)
+    where = _dotted(errors[0]["loc"], raw)
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return ": ".join(filter(None, (shown, where, _complaint(errors[0], model)))) + more
+
+
+def _dotted(location: Sequence[int | str], raw: Mapping[str, Any]) -> str:
+    """`cases.prompt32.decode` for ("cases", 1, "decode"): a case goes by its id if it has one."""
+    parts = [str(part) for part in location]
+    if len(location) > 1 and location[0] == "cases" and isinstance(location[1], int):
+        case = raw["cases"][location[1]]
+        if isinstance(case, dict) and isinstance(case.get("id"), str):
+            parts[1] = case["id"]
+    return ".".join(parts)
+
+
+def _complaint(error: "ErrorDetails", model: type[BaseModel]) -> str:
+    """One pydantic error as "expected ..., found ..."."""
+    if error["type"] == "missing":
+        return "missing"
+    if error["type"] == "model_type":
+        return f"expected a table, found {short(error['input'])}"
+    if error["type"] == "extra_forbidden":
+        return _unknown_key(error["loc"], model)
+    message = error["msg"]
+    for theirs, ours in WORDING:
+        message = message.replace(theirs, ours)
+    if ", found" in message or (
+        error["type"] == "value_error" and isinstance(error["input"], dict)
+    ):
+        return message
+    return f"{message}, found {short(error['input'])}"
+
+
+def _unknown_key(location: Sequence[int | str], model: type[BaseModel]) -> str:
+    tables = [part for part in location[:-1] if isinstance(part, str)]
+    known = list((TABLES[tables[-1]] if tables else model).model_fields)
+    return f"unknown key{close(str(location[-1]), known)}, known are {', '.join(known)}"

@@ -1,0 +1,117 @@
+"""Single values: one reading for the command line, the environment and the file.
+
+Each function takes what a source gives (text that spells a whole number is made a number before,
+see `from_text`), returns the value or raises ValueError("expected ..."); who calls adds where the
+value stood and what it was. Left out: which source wins, see `settle`.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+Accumulate = Literal["float64", "float32"]
+Backend = Literal["auto", "readable", "numpy", "c"]
+MAX_THREADS = 1024
+MAX_SEED = 2**63 - 1
+
+
+def whole(value: object, low: int, high: int | None = None) -> int:
+    """`value` if it is a whole number in [low, high] (a bool is none)."""
+    number = value if isinstance(value, int) and not isinstance(value, bool) else None
+    if number is None or number < low or (high is not None and number > high):
+        to = "up" if high is None else f"to {high}"
+        raise ValueError(f"expected a whole number from {low} {to}")
+    return number
+
+
+def from_text(value: object) -> object:
+    """The number that a text spells in ASCII digits; anything else as it is, to be refused."""
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,19}", value):
+        return int(value)
+    return value
+
+
+def count(value: object) -> int:
+    """A whole number from 0 up."""
+    return whole(value, 0)
+
+
+def seed(value: object) -> int:
+    """A seed: from 0 to 2^63 - 1, what every random generator takes."""
+    return whole(value, 0, MAX_SEED)
+
+
+def threads(value: object) -> int | Literal["auto"]:
+    """A number of threads, or "auto" for the usable cores."""
+    if value == "auto":
+        return "auto"
+    try:
+        return whole(value, 1, MAX_THREADS)
+    except ValueError as error:
+        raise ValueError(f'{error} or "auto"') from None
+
+
+def _one_of(value: object, allowed: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"expected one of {', '.join(allowed)}")
+    return value
+
+
+def accumulate(value: object) -> str:
+    """The accumulation dtype (SPEC section 4)."""
+    return _one_of(value, get_args(Accumulate))
+
+
+def backend(value: object) -> str:
+    """Which form of the quantised product runs; the bits are the same with all."""
+    return _one_of(value, get_args(Backend))
+
+
+def path(value: object) -> Path:
+    """A path, `~` expanded."""
+    if not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value):
+        raise ValueError("expected a path")
+    return Path(value).expanduser()
+
+
+def _matching(value: object, pattern: str, wanted: str) -> str:
+    if not isinstance(value, str) or not re.fullmatch(pattern, value):
+        raise ValueError(f"expected {wanted}")
+    return value
+
+
+def case_id(value: object) -> str:
+    """A case's id, which also serves in file names and on the command line."""
+    return _matching(value, "[a-z0-9][a-z0-9_.-]*", "small letters, digits and - _ .")
+
+
+def recording_name(value: object) -> str:
+    """The bare name of a safetensors file, no directory in front."""
+    return _matching(value, r"[^/\\\0]+\.safetensors", "a bare file name ending in .safetensors")
+
+
+def repository(value: object) -> str:
+    """A Hugging Face repository id."""
+    return _matching(value, "[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+", "a repository ORGANISATION/NAME")
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may run on, at least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def short(value: object) -> str:
+    """`value` for an error's line: its repr, cut at 60 characters."""
+    shown = repr(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+def close(word: str, known: Iterable[str]) -> str:
+    """ " (did you mean ...?)" where one of `known` is close to `word`, else nothing."""
+    match = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {match[0]}?)" if match else ""
