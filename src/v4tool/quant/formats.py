@@ -1,9 +1,9 @@
 """The three number formats of the checkpoint as tables and bit operations (SPEC sections 2 and 3).
 
-E2M1 (FP4), E4M3 (FP8, the "fn" variant: no infinities, 0x7F and 0xFF are NaN) and E8M0 (scales, 0xFF is
-NaN). Decoding is a table look-up over all codes; encoding is round to nearest, ties to the even code, written
-on binary64 so that it is exact for every FP32 and BF16 input. Left out: torch's own float8 casts, whose
-saturation and rounding differ from the release in places.
+E2M1 (FP4), E4M3 (FP8, the "fn" variant: no infinities, 0x7F and 0xFF are NaN) and E8M0 (scales,
+0xFF is NaN). Decoding is a table look-up over all codes; encoding is round to nearest, ties to
+the even code, written on binary64 so that it is exact for every FP32 and BF16 input. Left out:
+torch's own float8 casts, whose saturation and rounding differ from the release in places.
 """
 
 import torch
@@ -34,7 +34,7 @@ E4M3: Tensor = torch.tensor([_e4m3_value(c) for c in range(256)], dtype=torch.fl
 E8M0: Tensor = torch.tensor([2.0 ** (e - 127) for e in range(255)] + [float("nan")]).to(
     torch.float32
 )
-"""[256] F32: the value of every E8M0 code, 2^(e-127) (code 0 is subnormal in FP32, exact); 255 is NaN."""
+"""[256] F32: the value of every E8M0 code, 2^(e-127) (code 0 is subnormal, yet exact); 255 is NaN."""
 
 
 def unpack_fp4(packed: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def unpack_fp4(packed: Tensor) -> Tensor:
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
-    """Round to the nearest E4M3 code, ties to even, clamped to +-448; any float [...] -> uint8 [...].
+    """Round to the nearest E4M3 code, ties to even, clamped to +-448; any float -> uint8.
 
     Values are first clamped, as the release does; NaN gives 0x7F with the sign kept (SPEC 3).
     """
@@ -52,14 +52,15 @@ def e4m3_encode(x: Tensor) -> Tensor:
     exponent = torch.frexp(mag)[1].clamp(min=-5) - 1
     step = torch.ldexp(torch.ones_like(mag), exponent - 3)
     units = torch.round(mag / step).to(torch.int64)
-    # units counts steps: 8..16 in a normal binade, 0..8 in the subnormal one; a carry to 16 is the next binade
+    # units counts steps: 8..16 in a normal binade, 0..8 in the subnormal one; a carry to 16 is
+    # the next binade
     code = torch.where(mag < 2.0**-6, units, units + 8 * (exponent + 6))
     code = torch.where(torch.isnan(v), torch.full_like(code, 0x7F), code)
     return (code | (torch.signbit(v).to(torch.int64) << 7)).to(torch.uint8)
 
 
 def e2m1_encode(x: Tensor) -> Tensor:
-    """Round to the nearest E2M1 code, ties to the even code, clamped to +-6; any float -> uint8 (SPEC 3)."""
+    """Round to the nearest E2M1 code, ties to even, clamped to +-6; any float -> uint8 (SPEC 3)."""
     v = x.double()
     mag = v.abs().clamp(max=E2M1_MAX)
     exponent = torch.frexp(mag)[1].clamp(min=1) - 1

@@ -1,0 +1,165 @@
+"""The products of `linear` by the C kernel (`_kernel.c`).
+
+x is packed once into the order in which the kernel reads it; the rows of the weight are then
+shared out among threads. The kernel is given addresses: that the tensors behind them have the
+dtypes, shapes and layout that it expects, and stay alive, is seen to here.
+"""
+
+from dataclasses import dataclass
+from threading import local
+
+import torch
+from torch import Tensor
+
+from v4tool.quant import _kernel
+from v4tool.quant._weight import BF16_OF_FP8, FP8_VALUES, QuantizedWeight
+from v4tool.quant._workers import spread
+from v4tool.quant.formats import E4M3, E8M0
+
+_FP4, _FP8, _BF16, _F32 = range(4)  # enum kind
+_X_ROWS = 384  # packed at a time: bounds the memory; decoding the weight again costs little by then
+_W_ROWS = 128  # at most in one task
+
+_E4M3 = E4M3.double()
+_E8M0 = E8M0.double()
+
+
+class _Scratch(local):
+    """Buffers that a thread uses again and again: fresh memory costs more than what is done in
+    it."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        """At least `size` elements of no known value, until the next call with the same name."""
+        held = self._held.get(name)
+        if held is None or held.numel() < size:
+            held = self._held[name] = torch.empty(size, dtype=dtype)
+        return held
+
+
+_scratch = _Scratch()
+
+
+@dataclass(frozen=True)
+class _X:
+    """Some rows of x, packed; scale and wide for FP4 weights only."""
+
+    rows: int
+    values: Tensor
+    scale: Tensor | None = None
+    wide: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _W:
+    """A weight as the kernel takes it: kind, [N, K], codes and, if quantised, scale codes and
+    values."""
+
+    kind: int
+    shape: tuple[int, int]
+    codes: Tensor
+    scale: Tensor | None = None
+    table: Tensor | None = None
+
+
+def quantized(codes: Tensor, scale: Tensor, w: QuantizedWeight, threads: int) -> Tensor:
+    """x as act_quant gives it, uint8 [M, K] and [M, ceil(K / 128)], times w [N, K] -> BF16 [M,
+    N]."""
+    kind, table, pack = (
+        (_FP4, _E8M0, _pack_for_fp4) if w.kind == "fp4" else (_FP8, FP8_VALUES, _pack_fp8)
+    )
+    weight = _W(kind, w.shape, w.codes.contiguous(), w.scale.contiguous(), table)
+    codes, scale = codes.contiguous(), scale.contiguous()
+    out = torch.empty(codes.shape[0], w.shape[0], dtype=torch.bfloat16)
+    for rows in _x_chunks(codes.shape[0]):
+        _multiply(pack(codes[rows], scale[rows]), weight, range(w.shape[0]), out[rows], threads)
+    return out
+
+
+def plain(x: Tensor, w: Tensor, threads: int) -> Tensor:
+    """BF16 [M, K] times BF16 or F32 [N, K] -> binary64 [M, N]."""
+    kind = _F32 if w.dtype == torch.float32 else _BF16
+    weight = _W(kind, (w.shape[0], w.shape[1]), w.contiguous())
+    out = torch.empty(x.shape[0], w.shape[0], dtype=torch.float64)
+    for rows in _x_chunks(x.shape[0]):
+        _multiply(_pack_bf16(x[rows]), weight, range(w.shape[0]), out[rows], threads)
+    return out
+
+
+def grouped(x: Tensor, w: QuantizedWeight, threads: int) -> Tensor:
+    """BF16 [M, G, K] times BF16 of the values of w [G * R, K] -> BF16 [M, G, R]."""
+    weight = _W(_FP8, w.shape, w.codes.contiguous(), w.scale.contiguous(), BF16_OF_FP8)
+    out = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
+    per_group = w.shape[0] // x.shape[1]
+    for rows in _x_chunks(x.shape[0]):
+        for g in range(x.shape[1]):
+            w_rows = range(g * per_group, (g + 1) * per_group)
+            _multiply(_pack_bf16(x[rows, g]), weight, w_rows, out[rows], threads)
+    return out.view(x.shape[0], x.shape[1], per_group)
+
+
+def _x_chunks(rows: int) -> list[slice]:
+    step = -(-rows // max(1, -(-rows // _X_ROWS)))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)] if rows else []
+
+
+def _packed(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Room for x as the kernel reads it; one name for both dtypes, so that one of them is held."""
+    padded = -(-columns // _kernel.KB) * _kernel.KB
+    size = rows * padded * dtype.itemsize
+    return _scratch.take("x", size, torch.uint8)[:size].view(dtype)
+
+
+def _pack_fp8(codes: Tensor, scale: Tensor) -> _X:
+    rows, columns = codes.shape
+    x = _X(rows, _packed(rows, columns, torch.float64))
+    _kernel.pack_fp8(
+        codes.data_ptr(), scale.data_ptr(), _E4M3.data_ptr(), _E8M0.data_ptr(),
+        rows, columns, x.values.data_ptr(),
+    )  # fmt: skip
+    return x
+
+
+def _pack_for_fp4(codes: Tensor, scale: Tensor) -> _X:
+    rows, columns = codes.shape
+    x_scale = _scratch.take("x_scale", scale.numel(), torch.float64)
+    wide = _scratch.take("wide", rows * -(-columns // 32), torch.uint8)
+    x = _X(rows, _packed(rows, columns, torch.float32), x_scale, wide)
+    _kernel.pack_fp8_for_fp4(
+        codes.data_ptr(), scale.data_ptr(), _E4M3.data_ptr(), _E8M0.data_ptr(),
+        rows, columns, x.values.data_ptr(), x_scale.data_ptr(), wide.data_ptr(),
+    )  # fmt: skip
+    return x
+
+
+def _pack_bf16(x: Tensor) -> _X:
+    rows, columns = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    packed = _X(rows, _packed(rows, columns, torch.float64))
+    _kernel.pack_bf16(x.data_ptr(), x.stride(0), rows, columns, packed.values.data_ptr())
+    return packed
+
+
+def _multiply(x: _X, w: _W, w_rows: range, out: Tensor, threads: int) -> None:
+    """out[:, w_rows] = x times those rows of w; out is contiguous, [rows of x, N]."""
+    tile = _kernel.TILE
+    share = -(-len(w_rows) // (4 * threads))
+    step = min(_W_ROWS, max(tile, -(-share // tile) * tile))
+
+    def task(i: int) -> None:
+        start = w_rows.start + i * step
+        stop = min(start + step, w_rows.stop)
+        acc = _scratch.take("acc", step * x.rows, torch.float64)
+        _kernel.product(
+            w.kind, x.rows, *w.shape, x.values.data_ptr(), _address(x.scale), _address(x.wide),
+            w.codes.data_ptr(), _address(w.scale), _address(w.table), start, stop,
+            acc.data_ptr(), out.data_ptr(), out.dtype == torch.bfloat16,
+        )  # fmt: skip
+
+    spread(task, -(-len(w_rows) // step), threads)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,37 @@
+"""What the C extension gives; every argument is an address or a size (see `_kernel.c`)."""
+
+KB: int
+TILE: int
+
+def product(
+    kind: int,
+    m: int,
+    n: int,
+    k: int,
+    x: int,
+    x_scale: int,
+    wide: int,
+    codes: int,
+    scale: int,
+    table: int,
+    start: int,
+    stop: int,
+    acc: int,
+    out: int,
+    out_bf16: bool,
+    /,
+) -> None: ...
+def pack_fp8(codes: int, scale: int, e4m3: int, e8m0: int, m: int, k: int, out: int, /) -> None: ...
+def pack_fp8_for_fp4(
+    codes: int,
+    scale: int,
+    e4m3: int,
+    e8m0: int,
+    m: int,
+    k: int,
+    out: int,
+    x_scale: int,
+    wide: int,
+    /,
+) -> None: ...
+def pack_bf16(bits: int, stride: int, m: int, k: int, out: int, /) -> None: ...

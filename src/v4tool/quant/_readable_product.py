@@ -1,0 +1,53 @@
+"""The products of `linear`, as plain as their definition there: what the fast ones must equal."""
+
+import torch
+from torch import Tensor
+
+from v4tool.quant._weight import QuantizedWeight, dequantize
+from v4tool.quant.activation import to_bf16
+from v4tool.quant.formats import E4M3, E8M0
+
+
+def quantized(codes: Tensor, scale: Tensor, w: QuantizedWeight, threads: int = 1) -> Tensor:
+    """x as act_quant gives it, [M, K] and [M, ceil(K / 128)], times w [N, K] -> BF16 [M, N]."""
+    return to_bf16(product(activation(codes, scale), dequantize(w), group_of(w)))
+
+
+def plain(x: Tensor, w: Tensor, threads: int = 1) -> Tensor:
+    """BF16 [M, K] times BF16 or F32 [N, K] -> binary64 [M, N]."""
+    return product(x.double(), w.double(), 128)
+
+
+def grouped(x: Tensor, w: QuantizedWeight, threads: int = 1) -> Tensor:
+    """BF16 [M, G, K] times BF16 of the values of w [G * R, K] -> BF16 [M, G, R]."""
+    weights = bf16_values(w, x.shape[1])
+    parts = [product(x[:, g].double(), weights[g], 128) for g in range(x.shape[1])]
+    return to_bf16(torch.stack(parts, dim=1))
+
+
+def activation(codes: Tensor, scale: Tensor) -> Tensor:
+    """The values of a quantised x; binary64 [M, K]."""
+    scales = E8M0.double()[scale.int()].repeat_interleave(128, -1)
+    return E4M3.double()[codes.int()] * scales[:, : codes.shape[1]]
+
+
+def bf16_values(w: QuantizedWeight, groups: int) -> Tensor:
+    """BF16(element * scale) of a weight [G * R, K]; binary64 [G, R, K]."""
+    return to_bf16(dequantize(w)).double().reshape(groups, -1, w.shape[1])
+
+
+def group_of(w: QuantizedWeight) -> int:
+    """How many elements of K are summed on their own before they join the accumulator."""
+    return 32 if w.kind == "fp4" else 128
+
+
+def product(x: Tensor, w: Tensor, group: int) -> Tensor:
+    """The definition in `linear`, word for word; binary64 [M, K] and [N, K] -> [M, N]."""
+    acc = torch.zeros(x.shape[0], w.shape[0], dtype=torch.float64)
+    w_t = w.t().contiguous()
+    for start in range(0, x.shape[1], group):
+        g = torch.zeros_like(acc)
+        for k in range(start, min(start + group, x.shape[1])):
+            g += x[:, k, None] * w_t[k]
+        acc += g
+    return torch.where(acc.isnan(), torch.nan, acc)

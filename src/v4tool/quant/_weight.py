@@ -1,0 +1,67 @@
+"""A quantised weight as the checkpoint holds it, and the values it stands for (SPEC section 2)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from v4tool.quant.activation import to_bf16
+from v4tool.quant.formats import E2M1, E4M3, E8M0, unpack_fp4
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight as the checkpoint holds it (SPEC 2).
+
+    kind "fp8": codes uint8 [N, K], scale uint8 [ceil(N / 128), ceil(K / 128)];
+    kind "fp4": codes uint8 [N, K / 2], low nibble first, scale uint8 [N, ceil(K / 32)].
+    """
+
+    codes: Tensor
+    scale: Tensor
+    kind: Literal["fp8", "fp4"]
+
+    def __post_init__(self) -> None:
+        rows, cols = self.shape
+        want = (-(-rows // 128), -(-cols // 128)) if self.kind == "fp8" else (rows, -(-cols // 32))
+        if tuple(self.scale.shape) != want:
+            raise ValueError(
+                f"scale of a {self.kind} weight {self.shape}: {want} expected, "
+                f"{tuple(self.scale.shape)} found"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K): output and input features."""
+        rows, cols = self.codes.shape
+        return rows, cols if self.kind == "fp8" else 2 * cols
+
+    def rows(self, start: int, stop: int) -> "QuantizedWeight":
+        """Rows start ... stop of the weight as a view; for FP8 start must be a multiple of 128."""
+        if self.kind == "fp4":
+            return QuantizedWeight(self.codes[start:stop], self.scale[start:stop], self.kind)
+        if start % 128:
+            raise ValueError(
+                f"an FP8 weight can be cut at multiples of 128 rows only, not at {start}"
+            )
+        return QuantizedWeight(
+            self.codes[start:stop], self.scale[start // 128 : -(-stop // 128)], self.kind
+        )
+
+
+def dequantize(w: QuantizedWeight) -> Tensor:
+    """The exact values, element times scale; binary64 [N, K]."""
+    rows, cols = w.shape
+    if w.kind == "fp4":
+        values, scale = E2M1[unpack_fp4(w.codes).int()], w.scale.repeat_interleave(32, 1)
+    else:
+        scale = w.scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)
+        values = E4M3[w.codes.int()]
+    return values.double() * E8M0[scale[:, :cols].int()].double()
+
+
+FP8_VALUES: Tensor = E8M0.double()[:, None] * E4M3.double()
+"""[256, 256] binary64: the exact value of every scale code and E4M3 code."""
+
+BF16_OF_FP8: Tensor = to_bf16(FP8_VALUES).double()
+"""[256, 256] binary64: the same rounded to BF16; other values for extreme scales only (wo_a)."""
