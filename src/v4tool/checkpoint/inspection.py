@@ -96,10 +96,12 @@ def _mtp_problems(config: ModelConfig, entries: dict[str, Entry]) -> list[str]:
     reason = config.mtp_problem
     blocks = {n.split(".")[1] for n in entries if _is_mtp(n)}
     norms = {"mtp.0.enorm.weight", "mtp.0.hnorm.weight"}
-    if reason is None and blocks and (len(blocks) > 1 or not norms & entries.keys()):
+    present = norms & entries.keys()
+    if reason is None and blocks and (len(blocks) > 1 or not present):
         reason = (
-            f"{len(blocks)} mtp blocks, {'with' if norms & entries.keys() else 'without'} enorm and "
-            "hnorm, are of another design (as in the DSpark re-release)"
+            f"the checkpoint has {len(blocks)} mtp block{'s' * (len(blocks) > 1)} "
+            f"{'with' if present else 'without'} enorm and hnorm, another design (as in the DSpark "
+            "re-release)"
         )
     return [f"MTP cannot be computed, only the main model can: {reason}"] if reason else []
 

@@ -1,0 +1,238 @@
+"""A random checkpoint in the release's layout, of any size, real dimensions included (SPEC
+section 2).
+
+Written shard by shard and piece by piece, so memory stays small whatever the size, into
+`<name>.partial` beside the destination, and renamed when all of it is on disk. Left out: the
+values (`values.py`).
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from v4tool.checkpoint.catalogue import INDEX
+from v4tool.checkpoint.layout import (
+    DTYPE_BYTES,
+    TensorSpec,
+    Totals,
+    layout,
+    shard_name,
+    totals,
+)
+from v4tool.checkpoint.values import SYNTH_VERSION, tensor_bytes
+from v4tool.config import ModelConfig
+from v4tool.errors import ConfigError, InputError, OutputError
+
+__all__ = ["SYNTH_VERSION", "SynthReport", "plan", "reduce", "synth"]
+
+
+@dataclass(frozen=True)
+class SynthReport:
+    """What was written: where, for which configuration and seed, how much, in how many seconds."""
+
+    directory: Path
+    config: ModelConfig
+    seed: int
+    totals: Totals
+    shards: int
+    seconds: float
+
+
+def reduce(
+    config: ModelConfig, *, experts: int | None = None, layers: Sequence[int] | int | None = None
+) -> ModelConfig:
+    """The configuration with fewer routed experts and only some of its main layers.
+
+    layers: how many of the first, or which (ascending; they are numbered anew and keep their
+    ratio and kind of routing). MTP stays. Raises InputError when that is no model.
+    """
+    fields = config.to_release_dict()
+    if experts is not None:
+        if not config.n_activated_experts <= experts <= config.n_routed_experts:
+            raise InputError(
+                f"experts: expected {config.n_activated_experts} (num_experts_per_tok) ... "
+                f"{config.n_routed_experts}, found {experts}"
+            )
+        fields["n_routed_experts"] = experts
+    if layers is not None:
+        kept = list(range(layers)) if isinstance(layers, int) else list(layers)
+        if not kept or kept != sorted(set(kept) & set(range(config.n_layers))):
+            raise InputError(
+                f"layers: expected ascending numbers from 0 to {config.n_layers - 1}, "
+                f"found {layers}"
+            )
+        ratios = config.compress_ratios
+        fields["num_hidden_layers"] = len(kept)
+        fields["num_hash_layers"] = sum(map(config.is_hash, kept))
+        fields["compress_ratios"] = [ratios[i] for i in kept] + list(ratios[config.n_layers :])
+    return ModelConfig.from_dict(fields, "reduced configuration")
+
+
+def plan(
+    config: ModelConfig, *, experts: int | None = None, layers: Sequence[int] | int | None = None
+) -> Totals:
+    """Tensors, bytes and parameters that `synth` would write; nothing is written."""
+    return totals(_writable_layout(reduce(config, experts=experts, layers=layers)))
+
+
+def synth(
+    directory: Path | str,
+    config: ModelConfig,
+    *,
+    seed: int,
+    experts: int | None = None,
+    layers: Sequence[int] | int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> SynthReport:
+    """Write a random checkpoint to a directory that does not exist yet.
+
+    The bytes depend on configuration and seed alone. progress is called after each tensor with its
+    number of bytes. Raises InputError for a senseless reduction, OutputError when the directory
+    exists, is being written by another process, or the disk does not hold it.
+    """
+    began, directory = time.monotonic(), Path(directory)
+    if seed < 0:
+        raise InputError(f"seed: expected a number from 0 on, found {seed}")
+    config = reduce(config, experts=experts, layers=layers)
+    specs = _writable_layout(config)
+    sums = totals(specs)
+    files = _files(specs)
+    with _complete_or_nothing(directory, sums.total_size) as partial:
+        _write_shards(partial, files, specs, config, seed, progress)
+        weight_map = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sums.total_size}, "weight_map": weight_map}
+        _write_json(partial / INDEX, index)
+        _write_json(partial / "config.json", config.to_release_dict())
+        _sync(partial)
+    return SynthReport(directory, config, seed, sums, len(files), time.monotonic() - began)
+
+
+def _writable_layout(config: ModelConfig) -> dict[str, TensorSpec]:
+    if config.n_mtp_layers and config.mtp_problem:
+        raise ConfigError(f"no checkpoint can be made: {config.mtp_problem}")
+    return layout(config)
+
+
+def _files(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
+    """File name -> its tensors in the order in which they lie there.
+
+    Wider elements first keep every tensor aligned; the sort is stable, so an expert stays together.
+    """
+    count = max(s.shard for s in specs.values())
+    out: dict[str, list[str]] = {}
+    for name in sorted(specs, key=lambda n: (specs[n].shard, -DTYPE_BYTES[specs[n].dtype])):
+        out.setdefault(shard_name(specs[name].shard, count), []).append(name)
+    return out
+
+
+def _write_shards(
+    partial: Path,
+    files: Mapping[str, Sequence[str]],
+    specs: Mapping[str, TensorSpec],
+    config: ModelConfig,
+    seed: int,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Write all shards; while one is being made, the last one goes to the disk."""
+    with ThreadPoolExecutor(1) as disk:
+        pending = []
+        for file, names in files.items():
+            with (partial / file).open("wb") as f:
+                f.write(_header(names, specs, seed))
+                for name in names:
+                    f.writelines(tensor_bytes(name, specs, config, seed))
+                    if progress:
+                        progress(specs[name].nbytes)
+            pending.append(disk.submit(_sync, partial / file))
+        for future in pending:
+            future.result()
+
+
+def _sync(path: Path) -> None:
+    """Bring a file's or a directory's contents to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _header(names: Sequence[str], specs: Mapping[str, TensorSpec], seed: int) -> bytes:
+    """Length and JSON, padded to 8 bytes; the seed in it gives each checkpoint its fingerprint."""
+    entries: dict[str, object] = {
+        "__metadata__": {"format": "pt", "v4tool_synth": f"version {SYNTH_VERSION} seed {seed}"}
+    }
+    offset = 0
+    for name in names:
+        spec = specs[name]
+        ends = [offset, offset := offset + spec.nbytes]
+        entries[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": ends}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    _sync(path)
+
+
+@contextmanager
+def _complete_or_nothing(directory: Path, size: int) -> Iterator[Path]:
+    """A directory beside the destination to write to, renamed at the end, removed on failure."""
+    if directory.exists():
+        raise OutputError(f"{directory}: expected a new directory, this one exists")
+    partial = directory.with_name(f"{directory.name}.partial")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with _sole_writer(partial):
+            _require_space(partial, size)
+            try:
+                yield partial
+                partial.rename(directory)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+    except OSError as e:
+        if e.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise OutputError(f"{directory}: was made by another process meanwhile") from None
+        raise OutputError(f"{directory}: cannot be written: {e.strerror or e}") from None
+
+
+@contextmanager
+def _sole_writer(partial: Path) -> Iterator[None]:
+    """Make `partial` anew, empty of what a killed run left, locked against a second writer."""
+    partial.mkdir(exist_ok=True)
+    fd = os.open(partial, os.O_RDONLY)
+    try:
+        if not _lock(fd, partial):
+            raise OutputError(f"{partial}: is being written by another process")
+        for left in partial.iterdir():
+            left.unlink()
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, partial: Path) -> bool:
+    """Lock an open directory; False when it is held, or was renamed since it was opened."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(fd).st_ino == partial.stat().st_ino
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def _require_space(partial: Path, size: int) -> None:
+    free = shutil.disk_usage(partial).free
+    if free < size:
+        partial.rmdir()
+        raise OutputError(f"{partial.parent}: expected {size} bytes of free space, found {free}")

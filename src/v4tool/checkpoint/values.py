@@ -1,0 +1,192 @@
+"""Random values for each tensor of a checkpoint, such that all of the model's paths are taken.
+
+Every linear map has a gain near 1, so that activations neither grow nor vanish over many layers;
+the experts' gate and up projections are larger, so that some of their values pass the SwiGLU
+limit. A tensor's bytes depend on its name, its shape and the seed alone: raw words of a bit
+generator, mapped through tables, never through the C library's samplers. Left out: any likeness
+to trained weights beyond that.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from v4tool.checkpoint.layout import TensorSpec
+from v4tool.config import ModelConfig
+from v4tool.quant.formats import E2M1, E4M3, e4m3_encode
+
+U8 = npt.NDArray[np.uint8]
+
+SYNTH_VERSION = 1
+"""Counts changes of the values: with another version a seed gives another checkpoint."""
+
+CHUNK = 1 << 16
+"""Bytes made at a time: it stays in the cache, and large tensors are never held whole."""
+
+GAINS = {"w1": 3.5, "w3": 3.5, "w2": 0.1, "gate": 1.5, "head": 2.0, "e_proj": 0.7, "h_proj": 0.7}
+"""Root mean square of a linear map's output for an input of 1; 1 for those that are not named.
+
+3.5 lets about one value in 250 pass a limit of 10 on either side; 0.1 brings what is left back to
+about 1.
+"""
+
+DEVIATIONS = {
+    "embed": 1.0, "norm": 0.1, "attn_sink": 1.0, "ape": 0.5, "bias": 0.2,
+    "_base": 0.5, "_scale": 0.25,
+}  # fmt: skip
+"""Standard deviation by the end of a tensor's name, where no gain decides it."""
+
+FP8_SPREAD = 112.0
+"""Standard deviation of FP8 codes' values: a quarter of the largest."""
+RARE_CODES = 16
+"""Of 256 table entries, those drawn among all codes that are no NaN; the rest are a bell curve."""
+
+SCALE_STEPS = (-2, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 2)
+"""Exponents of block scales about their mean: neighbours differ, as in the release."""
+
+
+def tensor_bytes(
+    name: str, specs: Mapping[str, TensorSpec], config: ModelConfig, seed: int
+) -> Iterator[bytes]:
+    """A tensor's stored bytes in pieces of at most CHUNK (the hash table in one piece)."""
+    spec = specs[name]
+    words = _bit_generator(name, seed)
+    if spec.dtype == "I8":
+        return _raw(words, spec.nbytes)  # uniform E2M1 codes are a fair bell curve by themselves
+    if spec.dtype == "F8_E4M3":
+        table = _fp8_table(words)
+        return (piece.translate(table) for piece in _raw(words, spec.nbytes))
+    if spec.dtype == "F8_E8M0":
+        table = _scale_table(name, specs[name.removesuffix("scale") + "weight"])
+        return (piece.translate(table) for piece in _raw(words, spec.nbytes))
+    if spec.dtype == "I64":
+        return iter([_hash_table(words, spec.shape, config.n_routed_experts)])
+    mean, deviation = _mean(name, spec, config), _deviation(name, spec)
+    return _normal(words, spec, mean, deviation)
+
+
+def _bit_generator(name: str, seed: int) -> np.random.SFC64:
+    digest = hashlib.sha256(name.encode()).digest()
+    return np.random.SFC64(np.random.SeedSequence([seed, int.from_bytes(digest[:16], "little")]))
+
+
+def _words(words: np.random.SFC64, count: int) -> npt.NDArray[np.uint64]:
+    """`count` raw 64-bit words; little endian in memory whatever the machine."""
+    return np.asarray(words.random_raw(count)).astype("<u8", copy=False)
+
+
+def _raw(words: np.random.SFC64, nbytes: int) -> Iterator[bytes]:
+    for start in range(0, nbytes, CHUNK):
+        size = min(CHUNK, nbytes - start)
+        yield _words(words, -(-size // 8)).tobytes()[:size]
+
+
+@lru_cache
+def _quantiles(count: int) -> npt.NDArray[np.float64]:
+    """The normal distribution's quantiles at the middles of `count` equal shares, ascending."""
+    inverse = NormalDist().inv_cdf
+    upper = np.array([inverse((i + 0.5) / count) for i in range(count // 2, count)])
+    return np.concatenate([-upper[::-1], upper])
+
+
+def _fp8_table(words: np.random.SFC64) -> bytes:
+    """256 E4M3 codes, a bell curve and a few of any size; no NaN."""
+    codes = e4m3_encode(torch.from_numpy(_quantiles(256) * FP8_SPREAD)).numpy()
+    drawn = _words(words, RARE_CODES)
+    rare = (drawn % 127 | (drawn >> 63) << 7).astype(np.uint8)
+    codes[:: 256 // RARE_CODES] = rare
+    return bytes(codes)
+
+
+def _scale_table(name: str, weight: TensorSpec) -> bytes:
+    """256 E8M0 codes about the exponent that gives the weight its deviation.
+
+    That exponent is no integer: a share of the entries lies one above, so that the mean square is
+    right.
+    """
+    steps = np.array(SCALE_STEPS)
+    unit = _code_rms(weight.dtype) * math.sqrt(np.mean(4.0**steps))
+    exponent = math.log2(_deviation(name.removesuffix("scale") + "weight", weight) / unit)
+    low = math.floor(exponent)
+    share = (4.0 ** (exponent - low) - 1) / 3
+    above = np.arange(16) < round(16 * share)
+    return bytes((127 + low + np.add.outer(above, steps)).astype(np.uint8))
+
+
+@lru_cache
+def _code_rms(dtype: str) -> float:
+    """Root mean square of the codes' values of an FP4 or FP8 weight before scaling."""
+    if dtype == "I8":
+        return float(E2M1.double().square().mean().sqrt())
+    codes = e4m3_encode(torch.from_numpy(_quantiles(256) * FP8_SPREAD))
+    return float(E4M3[codes.long()].double().square().mean().sqrt())
+
+
+def _deviation(name: str, spec: TensorSpec) -> float:
+    """Standard deviation of a tensor's values."""
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    for ending, deviation in DEVIATIONS.items():
+        if module.endswith(ending):
+            return deviation
+    inputs = spec.shape[-1] * (2 if spec.dtype == "I8" else 1)
+    return GAINS.get(module, 1.0) / math.sqrt(inputs)
+
+
+def _mean(name: str, spec: TensorSpec, config: ModelConfig) -> npt.NDArray[np.float64] | float:
+    """What a tensor's values lie about: 1 for norms and hc scales; hc bases keep streams apart."""
+    if name.endswith("norm.weight") or name.endswith("_scale"):
+        return 1.0
+    if name.endswith(("hc_attn_base", "hc_ffn_base")):
+        mixed = 2 * config.hc_mult  # the entries of pre and post come first
+        return np.concatenate([np.zeros(mixed), 3 * np.eye(config.hc_mult).reshape(-1)])
+    return 0.0
+
+
+def _normal(
+    words: np.random.SFC64,
+    spec: TensorSpec,
+    mean: npt.NDArray[np.float64] | float,
+    deviation: float,
+) -> Iterator[bytes]:
+    """BF16 or F32 values; 16 random bits choose one of 65536 quantiles."""
+    count = math.prod(spec.shape)
+    if not isinstance(mean, float):
+        drawn = _words(words, -(-count // 4)).view("<u2")[:count]
+        values = torch.from_numpy(mean + deviation * _quantiles(1 << 16)[drawn])
+        return iter([_encode(values, spec.dtype).tobytes()])
+    table = _encode(torch.from_numpy(mean + deviation * _quantiles(1 << 16)), spec.dtype)
+    return (
+        np.take(table, d, mode="clip").tobytes() for d in _indices(words, count, table.itemsize)
+    )
+
+
+def _indices(words: np.random.SFC64, count: int, itemsize: int) -> Iterator[npt.NDArray[np.uint16]]:
+    step = CHUNK // itemsize
+    for start in range(0, count, step):
+        size = min(step, count - start)
+        yield _words(words, -(-size // 4)).view("<u2")[:size]
+
+
+def _encode(values: torch.Tensor, dtype: str) -> npt.NDArray[np.int16 | np.int32]:
+    """Binary64 to the bits of F32, or of BF16 by way of F32, little endian."""
+    if dtype == "F32":
+        return values.float().view(torch.int32).numpy().astype("<i4", copy=False)
+    return values.float().bfloat16().view(torch.int16).numpy().astype("<i2", copy=False)
+
+
+def _hash_table(words: np.random.SFC64, shape: tuple[int, ...], experts: int) -> bytes:
+    """`tid2eid` [V, K]: K different experts per row, all choices equally likely."""
+    rows, picks = shape
+    out = np.empty(shape, "<i8")
+    for k in range(picks):
+        drawn = (_words(words, rows) >> np.uint64(32)).astype(np.int64) % (experts - k)
+        for taken in np.sort(out[:, :k], axis=1).T:
+            drawn += drawn >= taken  # the drawn number counts only the experts still free
+        out[:, k] = drawn
+    return out.tobytes()
