@@ -22,7 +22,8 @@ Kind = Literal["bf16", "acc", "int"]
 Shape = tuple[int | None, ...]
 
 ITEMSIZE = {"F32": 4, "I32": 4, "I64": 8}
-EXPERT = re.compile(r"experts\.(\d+|<E>)\.")
+EXPERT = re.compile(r"(?<=ffn\.)experts\.(\d+|<E>)\.")
+PASS = re.compile(r"decode\.\d+\.|mtp\.\d+\.(prefill|decode)\.")
 INDEXED_RATIO = 4
 EXPERT_OUTPUTS = ("w1.out", "w3.out", "w2.out", "out")
 
@@ -292,6 +293,17 @@ def is_expert(key: str) -> bool:
     return EXPERT.search(key) is not None
 
 
+def generic(key: str) -> str:
+    """The key with its routed expert's number replaced: `….experts.7.out` -> `….experts.<E>.out`."""
+    return EXPERT.sub("experts.<E>.", key)
+
+
+def pass_of(key: str) -> str:
+    """The key's pass prefix: "" (the prefill), `decode.<i>.`, `mtp.0.prefill.` or `mtp.0.decode.`."""
+    match = PASS.match(key)
+    return match[0] if match else ""
+
+
 def base_keys(keys: Keys) -> Keys:
     """The keys without the routed experts' (SPEC 6 calls them base keys)."""
     return {k: v for k, v in keys.items() if not is_expert(k)}
@@ -333,10 +345,12 @@ def layer_of(key: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def matches(key: str, globs: Iterable[str]) -> bool:
-    """Whether a key matches one of the shell patterns; `<E>` stands for any expert number."""
-    concrete = key.replace("<E>", "0")
-    return any(fnmatchcase(key, g) or fnmatchcase(concrete, g) for g in globs)
+def matches(key: str, globs: Iterable[str], experts: int = 0) -> bool:
+    """Whether a key matches one of the shell patterns; a generic `<E>` may be any of `experts` numbers."""
+    names = [key]
+    if "<E>" in key:
+        names += [key.replace("<E>", str(e)) for e in range(experts)]
+    return any(fnmatchcase(name, glob) for name in names for glob in globs)
 
 
 def parse_layers(text: str) -> Iterator[int]:

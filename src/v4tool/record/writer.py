@@ -10,33 +10,33 @@ element, so 8-byte tensors are kept back to the end, and 4-byte tensors with an 
 pairs. The payload therefore depends on the values alone, not on threads, machine or time.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import queue
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from v4tool.errors import OutputError
 
 DTYPES = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
 BYTES_IN_FLIGHT = 64 << 20
-HEADER_BYTES_PER_TENSOR = 136
+HEADER_BYTES_PER_TENSOR = 176
 """Room for one header entry: the longest name, shape and offsets of a large model fit with space to spare."""
 
 
 def stored(value: Tensor) -> np.ndarray[Any, Any]:
     """A value as it is recorded: floats as FP32, integers in their own type (SPEC 6); own memory."""
-    if value.is_floating_point():
-        value = value.to(torch.float32)
-    return value.detach().contiguous().clone().numpy()
+    dtype = torch.float32 if value.is_floating_point() else value.dtype
+    return torch.empty(value.shape, dtype=dtype).copy_(value.detach()).numpy()
 
 
 class RecordingWriter:
@@ -63,7 +63,6 @@ class RecordingWriter:
         self._in_flight = 0
         self._space = threading.Condition()
         self._queue: queue.SimpleQueue[np.ndarray[Any, Any] | None] = queue.SimpleQueue()
-        self._lock = FileLock(str(self.partial) + ".lock", timeout=0)
         self._open()
         self._thread = threading.Thread(target=self._write_all, daemon=True)
         self._thread.start()
@@ -77,13 +76,22 @@ class RecordingWriter:
     def _open(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
-            self._file = self.partial.open("wb")
+            self._file = os.fdopen(os.open(self.partial, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+            if not self._lock():
+                self._file.close()
+                raise OutputError(f"{self.path}: another run is writing this file")
+            self._file.truncate(0)
             self._file.seek(8 + self._header_room)
-        except Timeout:
-            raise OutputError(f"{self.path}: another run is writing this file") from None
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from None
+
+    def _lock(self) -> bool:
+        """Lock the partial file; False when another run holds it or has just renamed it."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.fstat(self._file.fileno()).st_ino == self.partial.stat().st_ino
+        except (BlockingIOError, FileNotFoundError):
+            return False
 
     def put(self, name: str, value: Tensor) -> None:
         """Record one tensor; the value may be changed afterwards. Raises OutputError if writing failed."""
@@ -145,7 +153,6 @@ class RecordingWriter:
             self._error = error
             self._raise_error()
             raise AssertionError from error
-        self._lock.release()
         return digest
 
     def _finish(self) -> str:
@@ -158,8 +165,8 @@ class RecordingWriter:
         self._file.write(self._header_room.to_bytes(8, "little") + text.ljust(self._header_room))
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
         self.partial.replace(self.path)
+        self._file.close()
         return digest
 
     def _stop(self) -> None:
@@ -170,9 +177,9 @@ class RecordingWriter:
     def discard(self) -> None:
         """Give up: nothing is left but an older file under the final name."""
         self._stop()
-        self._file.close()
         self.partial.unlink(missing_ok=True)
-        self._lock.release()
+        with suppress(OSError):  # closing flushes, which fails again on a full disk
+            self._file.close()
 
     @property
     def payload_bytes(self) -> int:
@@ -193,5 +200,5 @@ class RecordingWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None and self._lock.is_locked:
+        if not self._file.closed:
             self.discard()

@@ -1,0 +1,41 @@
+# Everything a new checkout needs: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.PHONY: demo test test-slow lint bench clean
+
+# Remade when the build file, the C source or the constraints change.
+SOURCES := pyproject.toml setup.py constraints.txt $(wildcard src/v4tool/quant/*.c)
+
+$(VENV)/installed: $(SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --editable '.[dev]'
+	touch $@ $(VENV)/installed
+
+demo: $(VENV)/installed
+	$(BIN)/v4tool dump --case baseline6 --force
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-slow: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/installed
+	$(BIN)/python -m bench
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,0 +1,22 @@
+"""What `--version` says."""
+
+import platform
+
+from v4tool import __version__
+
+
+def version_lines(verbose: bool) -> list[str]:
+    """The version; verbose: Python, torch and which matrix product is in use."""
+    lines = [f"v4tool {__version__}"]
+    if verbose:
+        import torch
+
+        from v4tool.config import Numerics
+        from v4tool.quant.linear import backend_in_use
+
+        lines += [
+            f"python {platform.python_version()}",
+            f"torch {torch.__version__}",
+            f"product {backend_in_use(Numerics())}",
+        ]
+    return lines
