@@ -89,9 +89,13 @@ def _raw(words: np.random.SFC64, nbytes: int) -> Iterator[bytes]:
 
 @lru_cache
 def _quantiles(count: int) -> npt.NDArray[np.float64]:
-    """The normal distribution's quantiles at the middles of `count` equal shares, ascending."""
+    """The normal distribution's quantiles at the middles of `count` equal shares, ascending.
+
+    In units of 2^-20, far coarser than what C libraries' logarithms may differ by.
+    """
     inverse = NormalDist().inv_cdf
     upper = np.array([inverse((i + 0.5) / count) for i in range(count // 2, count)])
+    upper = np.round(upper * 2.0**20) / 2.0**20
     return np.concatenate([-upper[::-1], upper])
 
 
@@ -155,29 +159,29 @@ def _normal(
     deviation: float,
 ) -> Iterator[bytes]:
     """BF16 or F32 values; 16 random bits choose one of 65536 quantiles."""
-    count = math.prod(spec.shape)
-    if not isinstance(mean, float):
-        drawn = _words(words, -(-count // 4)).view("<u2")[:count]
-        values = torch.from_numpy(mean + deviation * _quantiles(1 << 16)[drawn])
-        return iter([_encode(values, spec.dtype).tobytes()])
-    table = _encode(torch.from_numpy(mean + deviation * _quantiles(1 << 16)), spec.dtype)
-    return (
-        np.take(table, d, mode="clip").tobytes() for d in _indices(words, count, table.itemsize)
-    )
+    count, quantiles = math.prod(spec.shape), _quantiles(1 << 16)
+    if count <= quantiles.size:
+        drawn = next(_indices(words, count, count))
+        return iter([bytes(_encode(mean + deviation * quantiles[drawn], spec.dtype))])
+    table = _encode(mean + deviation * quantiles, spec.dtype)
+    indices = _indices(words, count, CHUNK // table.itemsize)
+    return (bytes(np.take(table, drawn, mode="clip")) for drawn in indices)
 
 
-def _indices(words: np.random.SFC64, count: int, itemsize: int) -> Iterator[npt.NDArray[np.uint16]]:
-    step = CHUNK // itemsize
+def _indices(words: np.random.SFC64, count: int, step: int) -> Iterator[npt.NDArray[np.uint16]]:
+    """`count` 16-bit numbers, `step` at a time."""
     for start in range(0, count, step):
         size = min(step, count - start)
         yield _words(words, -(-size // 4)).view("<u2")[:size]
 
 
-def _encode(values: torch.Tensor, dtype: str) -> npt.NDArray[np.int16 | np.int32]:
-    """Binary64 to the bits of F32, or of BF16 by way of F32, little endian."""
+def _encode(values: npt.NDArray[np.float64], dtype: str) -> npt.NDArray[np.uint16 | np.uint32]:
+    """Binary64 to the bits of F32, or of BF16 by way of F32, ties to even, little endian."""
+    bits = values.astype("<f4").view("<u4")
     if dtype == "F32":
-        return values.float().view(torch.int32).numpy().astype("<i4", copy=False)
-    return values.float().bfloat16().view(torch.int16).numpy().astype("<i2", copy=False)
+        return bits
+    rounded: npt.NDArray[np.uint16] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    return rounded
 
 
 def _hash_table(words: np.random.SFC64, shape: tuple[int, ...], experts: int) -> bytes:
