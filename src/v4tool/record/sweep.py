@@ -1,9 +1,11 @@
-"""A recording's bytes, once and in order: header, then pieces of payload with hashes taken on the way.
+"""A recording's bytes, once and in order: header, then pieces of payload with hashes taken on the
+way.
 
-Follows the safetensors format (8 bytes of header length, JSON padded with spaces, payload without gaps).
-Nothing here raises for a damaged file: what is wrong with header or offsets is a `Finding`, so that `check` can
-name all of it, and what can still be read is read. Memory is a few chunks, whatever the size of the file.
-Left out: what the tensors mean (`check`), and access by name with decoded tensors (`reader`).
+Follows the safetensors format (8 bytes of header length, JSON padded with spaces, payload without
+gaps). Nothing here raises for a damaged file: what is wrong with header or offsets is a `Finding`,
+so that `check` can name all of it, and what can still be read is read. Memory is a few chunks,
+whatever the size of the file. Left out: what the tensors mean (`check`), and access by name with
+decoded tensors (`reader`).
 """
 
 import hashlib
@@ -59,8 +61,8 @@ class Entry:
 class Header:
     """What a file says of itself.
 
-    entries: in file order, those that make sense; payload: where it starts; sha256: of all bytes before it;
-    findings: everything that the format forbids.
+    entries: in file order, those that make sense; payload: where it starts; sha256: of all bytes
+    before it; findings: everything that the format forbids.
     """
 
     path: Path
@@ -134,8 +136,10 @@ def _parse(header: Header, text: bytes) -> None:
 
 
 def _take_metadata(header: Header, metadata: object) -> None:
-    if isinstance(metadata, dict) and metadata and all(
-        isinstance(value, str) for value in metadata.values()
+    if (
+        isinstance(metadata, dict)
+        and metadata
+        and all(isinstance(value, str) for value in metadata.values())
     ):
         header.metadata = dict(metadata)
         return
@@ -165,7 +169,9 @@ def _naturals(value: object) -> TypeGuard[list[int]]:
 
 
 def _check_ranges(header: Header) -> None:
-    """Tensors must follow each other without gap or overlap, from the header to the end of the file."""
+    """Tensors must follow each other without gap or overlap, from the header to the end of the
+    file.
+    """
     end, before = header.payload, "the header"
     for entry in header.entries.values():
         if entry.start != end:
@@ -186,7 +192,9 @@ def _check_ranges(header: Header) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some bytes of a tensor: `data` starts at byte `offset` of it and holds until the next piece."""
+    """Some bytes of a tensor: `data` starts at byte `offset` of it and holds until the next
+    piece.
+    """
 
     entry: Entry
     offset: int

@@ -1,0 +1,341 @@
+"""`prompts.json`: what the recordings of a directory are, one entry a case.
+
+An entry says which prompt was run, how, on which checkpoint, what the recording holds and how it is
+told apart from a damaged one, and what has been verified of it. Entries are changed one at a time
+under a lock and the file is replaced as a whole, so that two runs do not lose each other's entries
+and a killed one leaves the old file. Left out: judging a recording (`check`), and text-to-ids (ids
+are kept beside the text).
+"""
+
+import base64
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from filelock import FileLock
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from v4tool import __version__
+from v4tool.config import ModelConfig
+from v4tool.errors import OutputError, RecordingError
+from v4tool.names import has_indexer, is_expert, pass_of
+from v4tool.record.sweep import Header, Piece, Sweep, read_header
+
+MANIFEST = "prompts.json"
+LOCK_SECONDS = 60.0
+FORMAT = 1
+
+SEMANTICS: Mapping[str, str] = {
+    "revision": "2026-06-08",
+    "follows": (
+        "the release's inference code after its changes of 2026-04-27 (shared experts got the "
+        "SwiGLU limit) and 2026-06-08 (in-place act_quant really rounds to FP8)"
+    ),
+    "model.py": "ce962f1face79d4f633d36436576214057a7e11443c9789935e1deb5c6cd1d71",
+    "kernel.py": "59b325083d7103975cba025bd0d60ea343bb82d8fff53088afb7c04bd380c0c2",
+    "refuses": "the checkpoint variant of 2026-07-31 (DSpark in place of MTP, 48 shards)",
+}
+"""Which semantics the reference follows; the two names are the release's files, with their SHA-256.
+"""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Blocks(_Frozen):
+    """Compressed blocks of a ratio after the prefill, and tokens that belong to no complete one."""
+
+    complete: int
+    trailing: int
+
+
+class Coverage(_Frozen):
+    """Which paths of the model a case reaches.
+
+    blocks: by ratio; clamp_hits: values beyond the SwiGLU limit, by projection and kind of expert;
+    experts_reached: number of routed experts by pass and layer.
+    """
+
+    blocks: dict[str, Blocks]
+    window_exceeded: bool
+    topk_truncated: bool
+    clamp_hits: dict[str, int]
+    experts_reached: dict[str, int]
+
+
+class Run(_Frozen):
+    """What whoever records a case knows of it: the prompt, how it was run, on which checkpoint.
+
+    complete: nothing was left out on request; numerics: plain data (accumulate, product);
+    seconds, peak_rss_bytes: of the run.
+    """
+
+    id: str
+    subject: str
+    text: str | None
+    input_ids: tuple[int, ...]
+    decode_ids: tuple[int, ...]
+    complete: bool
+    profile: str
+    numerics: dict[str, Any]
+    threads: int
+    seed: int
+    checkpoint_fingerprint: str
+    seconds: float
+    peak_rss_bytes: int
+
+
+class Entry(Run):
+    """One case: the run and the recording that it left. Sizes in bytes.
+
+    header_sha256 covers what stands before the payload, so that header and payload hashes
+    together are as strong as file_sha256; checksums: base64 of one little-endian uint32 a
+    tensor in order of their keys, the sum of its 32-bit words, to name the tensor that is
+    damaged; verification: what `verify` found.
+    """
+
+    length: int
+    file: str
+    tensors: int
+    payload_bytes: int
+    payload_sha256: str
+    header_sha256: str
+    file_sha256: str
+    mtp_decode_start_pos: int | None
+    coverage: Coverage
+    verification: dict[str, Any] | None = None
+    versions: dict[str, str]
+    semantics: str = SEMANTICS["revision"]
+    checksums: str = Field(repr=False)
+
+    def sums(self) -> list[int]:
+        """The checksums as numbers, in order of the recording's sorted keys."""
+        try:
+            raw = base64.b64decode(self.checksums, validate=True)
+            return [int(word) for word in np.frombuffer(raw, "<u4")]
+        except ValueError:
+            return []
+
+
+class Manifest(_Frozen):
+    """All entries of a directory, by case id."""
+
+    format: int = FORMAT
+    semantics: dict[str, str] = Field(default_factory=lambda: dict(SEMANTICS))
+    cases: dict[str, Entry] = Field(default_factory=dict)
+
+    @classmethod
+    def load(cls, directory: Path | str) -> Self:
+        """Read a directory's manifest; an empty one where there is none. RecordingError if it is
+        damaged.
+        """
+        path = Path(directory) / MANIFEST
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return cls()
+        except OSError as error:
+            raise RecordingError(f"{path}: cannot be read: {error.strerror}") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "file"
+            raise RecordingError(
+                f"{path}: {where}: {first['msg']}; {error.error_count()} problems in all"
+            ) from None
+
+    def text(self) -> str:
+        """The manifest as JSON for people: one line a field."""
+        cases = [f"{_text(name)}: {_fields(entry, 3)}" for name, entry in self.cases.items()]
+        inner = ",\n  ".join(cases)
+        return (
+            f'{{\n "format": {self.format},\n "semantics": {_fields_of(self.semantics, 2)},\n'
+            f' "cases": {{\n  {inner}\n }}\n}}\n'
+        )
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _fields(entry: Entry, depth: int) -> str:
+    return _fields_of(entry.model_dump(mode="json"), depth)
+
+
+def _fields_of(values: Mapping[str, Any], depth: int) -> str:
+    lines = [f"{' ' * depth}{_text(name)}: {_text(value)}" for name, value in values.items()]
+    return "{\n" + ",\n".join(lines) + "\n" + " " * (depth - 1) + "}"
+
+
+def lock(directory: Path) -> FileLock:
+    """The lock that guards a directory's manifest."""
+    return FileLock(str(directory / f".{MANIFEST}.lock"), timeout=LOCK_SECONDS)
+
+
+def change(directory: Path | str, edit: Callable[[Manifest], Manifest]) -> Manifest:
+    """Replace a directory's manifest by an edited one, atomically and under the lock.
+
+    OutputError where it cannot be written; RecordingError where the old one is damaged.
+    """
+    directory = Path(directory)
+    path = directory / MANIFEST
+    beside = path.with_name(f"{MANIFEST}.partial")
+    try:
+        with lock(directory):
+            changed = edit(Manifest.load(directory))
+            with beside.open("w", encoding="utf-8") as file:
+                file.write(changed.text())
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+            return changed
+    except (OSError, TimeoutError) as error:
+        reason = getattr(error, "strerror", None) or "another run holds its lock"
+        raise OutputError(f"{path}: cannot be written: {reason}") from None
+
+
+def update_entry(directory: Path | str, case_id: str, entry: Entry) -> None:
+    """Put one entry in place of the case's old one, or at the end."""
+    change(directory, lambda old: old.model_copy(update={"cases": {**old.cases, case_id: entry}}))
+
+
+def record_verification(
+    directory: Path | str, case_id: str, payload_sha256: str, evidence: Mapping[str, Any]
+) -> bool:
+    """Keep what `verify` found of a case; False if the entry is missing or of another payload.
+
+    evidence: plain data for JSON, such as node checks passed, keys compared, bit-equal share,
+    seconds.
+    """
+    done = False
+
+    def edit(old: Manifest) -> Manifest:
+        nonlocal done
+        entry = old.cases.get(case_id)
+        if entry is None or entry.payload_sha256 != payload_sha256:
+            return old
+        done = True
+        changed = entry.model_copy(update={"verification": dict(evidence)})
+        return old.model_copy(update={"cases": {**old.cases, case_id: changed}})
+
+    change(directory, edit)
+    return done
+
+
+def record_dump(
+    directory: Path | str, recording: Path | str, config: ModelConfig, run: Run
+) -> Entry:
+    """Describe a finished recording and put it into the manifest of `directory`; returns the
+    entry.
+
+    The recording is read once, for hashes and coverage; an earlier verification is dropped.
+    RecordingError if it is no whole safetensors file, OutputError if the manifest cannot be
+    written.
+    """
+    entry = describe(recording, config, run)
+    update_entry(directory, run.id, entry)
+    return entry
+
+
+def describe(recording: Path | str, config: ModelConfig, run: Run) -> Entry:
+    """The entry of a finished recording, as `record_dump` would write it."""
+    length = len(run.input_ids)
+    survey = Survey(recording, config, length)
+    header = survey.header
+    has_mtp = any(key.startswith("mtp.0.decode.") for key in header.entries)
+    return Entry(
+        **run.model_dump(),
+        length=length,
+        file=Path(recording).name,
+        tensors=len(header.entries),
+        payload_bytes=header.size - header.payload,
+        payload_sha256=survey.payload_sha256,
+        header_sha256=header.sha256,
+        file_sha256=survey.file_sha256,
+        mtp_decode_start_pos=length if has_mtp else None,
+        coverage=survey.coverage,
+        versions=versions(),
+        checksums=survey.checksums,
+    )
+
+
+def versions() -> dict[str, str]:
+    """What this runs on: v4tool, Python and the packages that touch the numbers."""
+    found = {"v4tool": __version__, "python": platform.python_version()}
+    for package in ("torch", "numpy", "safetensors"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def checksum(words: Any) -> int:
+    """The sum of 32-bit words modulo 2^32: it changes with every single flipped bit. uint32 [n] ->
+    int.
+    """
+    return int(np.add.reduce(words, dtype=np.uint32)) if len(words) else 0
+
+
+class Survey:
+    """A recording read once: its hashes, checksums and coverage."""
+
+    def __init__(self, recording: Path | str, config: ModelConfig, length: int) -> None:
+        self.header = read_header(recording)
+        if self.header.findings:
+            raise RecordingError(f"{recording}: {self.header.findings[0].line()}")
+        self._limit = np.float32(config.swiglu_limit)
+        self._sums = dict.fromkeys(self.header.entries, 0)
+        self._hits = dict.fromkeys(
+            (f"{kind}.{name}" for kind in ("routed", "shared") for name in ("w1", "w3")), 0
+        )
+        sweep = Sweep(self.header, hash_file=True)
+        for piece in sweep.pieces():
+            self._take(piece)
+        self.payload_sha256, self.file_sha256 = sweep.payload_sha256, sweep.file_sha256
+        sums = np.array([self._sums[key] for key in sorted(self._sums)], "<u4")
+        self.checksums = base64.b64encode(sums.tobytes()).decode()
+        self.coverage = Coverage(
+            **path_coverage(config, length),
+            clamp_hits=self._hits,
+            experts_reached=experts_reached(self.header),
+        )
+
+    def _take(self, piece: Piece) -> None:
+        key = piece.entry.key
+        self._sums[key] = (self._sums[key] + checksum(piece.data.view(np.uint32))) % (1 << 32)
+        if ".ffn." in key and key.endswith(("w1.out", "w3.out")):
+            kind, name = "routed" if is_expert(key) else "shared", key.split(".")[-2]
+            values = piece.data.view(np.float32)
+            beyond = values > self._limit if name == "w1" else np.abs(values) > self._limit
+            self._hits[f"{kind}.{name}"] += int(beyond.sum())
+
+
+def path_coverage(config: ModelConfig, length: int) -> dict[str, Any]:
+    """What the length alone decides of a prefill's coverage."""
+    ratios = sorted({r for r in config.compress_ratios if r})
+    return {
+        "blocks": {str(r): Blocks(complete=length // r, trailing=length % r) for r in ratios},
+        "window_exceeded": length > config.window_size,
+        "topk_truncated": any(length // r > config.index_topk for r in ratios if has_indexer(r)),
+    }
+
+
+def experts_reached(header: Header) -> dict[str, int]:
+    """Routed experts by pass and layer: `layers.3`, `decode.0.layers.3`, `mtp.0.prefill`."""
+    reached: dict[str, int] = {}
+    for key in header.entries:
+        if is_expert(key) and key.endswith(".w1.out"):
+            place = key.split(".ffn.")[0]
+            reached[place] = reached.get(place, 0) + 1
+    return dict(sorted(reached.items(), key=lambda item: _place(item[0])))
+
+
+def _place(place: str) -> tuple[str, int]:
+    rest = place.removeprefix(pass_of(place + "."))
+    return pass_of(place + "."), int(rest.split(".")[1]) if rest.startswith("layers.") else 0
