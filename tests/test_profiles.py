@@ -88,6 +88,13 @@ def test_option_over_environment_over_file_over_default(
     ]
 
 
+def test_a_zero_is_a_value(tmp_path: Path) -> None:
+    own = profile_file(tmp_path, "seed = 0\n")
+    assert settle(own).origin["seed"] == str(own)
+    by_option = settle(own, {"seed": 0}, {"V4TOOL_SEED": "3"})
+    assert (by_option.seed, by_option.origin["seed"]) == (0, "option --seed")
+
+
 def test_profile_comes_from_option_environment_or_default(tmp_path: Path) -> None:
     environ = {"V4TOOL_PROFILE": "flash"}
     own = profile_file(tmp_path, "")
