@@ -174,7 +174,7 @@ class ModelConfig(BaseModel):
             raise ConfigError(f"{path}: cannot be read: {e}") from None
         try:
             raw = json.loads(text, object_pairs_hook=_no_duplicates)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise ConfigError(f"{path}: is no valid JSON: {e}") from None
         return cls.from_dict(raw, str(path))
 

@@ -67,7 +67,7 @@ def catalogue(directory: Path | str) -> Catalogue:
     """
     directory = Path(directory)
     _require_directory(directory)
-    present = sorted(p.name for p in directory.glob("*.safetensors"))
+    present = sorted(p.name for p in directory.glob("*.safetensors") if p.name[0] != ".")
     out = Catalogue(directory)
     if (directory / INDEX).exists():
         weight_map, total_size = _read_index(directory / INDEX)
@@ -102,7 +102,7 @@ def _nothing_there(directory: Path) -> str:
 def _read_index(path: Path) -> tuple[dict[str, str], Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{path}: cannot be read as JSON: {e}") from None
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -177,7 +177,7 @@ def _complain(out: Catalogue, what: str, names: list[str]) -> None:
 
 
 def _note_leftovers(out: Catalogue, present: list[str], total_size: Any) -> None:
-    unused = [n for n in present if n not in set(out.files.values()) | set(out.headers)]
+    unused = sorted(set(present) - set(out.files.values()) - set(out.headers))
     if unused:
         out.notes.append(f"{len(unused)} safetensors files not in the index: {some(unused)}")
     found = sum(e.nbytes for e in out.entries().values())

@@ -84,7 +84,7 @@ def _raw_header(path: Path) -> tuple[bytes, int]:
 def _parse(text: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
-    except (UnicodeDecodeError, json.JSONDecodeError):
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ValueError("its header is not JSON") from None
     if not isinstance(parsed, dict):
         raise ValueError("its header is not a JSON object")

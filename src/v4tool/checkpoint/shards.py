@@ -9,8 +9,6 @@ in weights (`v4tool check --port`).
 """
 
 import os
-import struct
-import sys
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,6 +22,8 @@ from v4tool.checkpoint.catalogue import Catalogue, catalogue
 from v4tool.checkpoint.header import Entry
 from v4tool.checkpoint.inspection import compare
 from v4tool.checkpoint.layout import TensorSpec
+from v4tool.checkpoint.pages import dont_need, memory, will_need
+from v4tool.checkpoint.payload import PROBE, check_experts, never_zero, scale_codes, zero_tails
 from v4tool.config import ModelConfig
 from v4tool.errors import CheckpointError
 
@@ -38,8 +38,6 @@ _TORCH = {
 }
 _MAX_READ = 1 << 30
 """Linux transfers at most 2 GiB a call."""
-_PROBE = 4096
-"""Bytes looked at first when asking whether anything is not zero."""
 
 
 class Checkpoint:
@@ -98,7 +96,7 @@ class Checkpoint:
             raise CheckpointError(f"{found.directory}: {'; '.join(problems)}")
         specs = {row.name: row.spec for row in result.rows if row.spec is not None}
         if drop_pages is None:
-            drop_pages = sum(h.size for h in found.headers.values()) > _memory() // 2
+            drop_pages = sum(h.size for h in found.headers.values()) > memory() // 2
         return cls(found, config, specs, found.notes + result.notes, drop_pages)
 
     def __contains__(self, name: str) -> bool:
@@ -169,12 +167,12 @@ class Checkpoint:
         """Tell the kernel that these tensors will be read soon; returns at once."""
         for name in names:
             entry = self._entry(name)
-            _will_need(self._fd(name), entry.start, entry.nbytes)
+            will_need(self._fd(name), entry.start, entry.nbytes)
 
     def release(self, name: str) -> None:
         """Drop a tensor's pages from the page cache, whatever `drop_pages` says."""
         entry = self._entry(name)
-        _dont_need(self._fd(name), entry.start, entry.nbytes)
+        dont_need(self._fd(name), entry.start, entry.nbytes)
 
     def _entry(self, name: str) -> Entry:
         if name not in self.specs:
@@ -218,23 +216,23 @@ class Checkpoint:
         with self._lock:
             self.bytes_read += done
         if self.drop_pages:
-            _dont_need(fd, offset, done)
+            dont_need(fd, offset, done)
 
     def _interpret(self, name: str, entry: Entry, raw: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Bytes to values of the expected kind, refused where they cannot be right."""
         spec = self.specs[name]
         values = raw.view(_TORCH[entry.dtype]).view(shape)
-        if _never_zero(name, spec):
+        if never_zero(name, spec):
             self._require_not_zero(name, entry, raw)
         if spec.dtype == "F8_E8M0":
-            values = _scale_codes(name, values)
+            values = scale_codes(name, values)
         if name.endswith(".tid2eid"):
-            _check_experts(name, values, self.config.n_routed_experts)
+            check_experts(name, values, self.config.n_routed_experts)
         return values
 
     def _require_not_zero(self, name: str, entry: Entry, raw: Tensor) -> None:
         """Refuse a tensor that is zero throughout; rows of zeros (unused tokens) are no proof."""
-        if name in self._not_zero or raw[:_PROBE].any() or raw.any():
+        if name in self._not_zero or raw[:PROBE].any() or raw.any():
             self._not_zero.add(name)
             return
         piece = torch.empty(min(entry.nbytes, 1 << 24), dtype=torch.uint8)
@@ -250,48 +248,6 @@ class Checkpoint:
         )
 
 
-def zero_tails(found: Catalogue) -> list[str]:
-    """Shards that end in zeros where weights should be: a download that was not finished."""
-    out = []
-    for file, header in found.headers.items():
-        start = _zeros_from(found.directory / file, len(header.raw), header.size)
-        hit = [
-            name
-            for name, e in sorted(header.tensors.items(), key=lambda item: item[1].start)
-            if e.dtype in ("F8_E4M3", "I8")
-            and e.stop - max(e.start, start) >= min(_PROBE, e.nbytes)
-        ]
-        if hit:
-            out.append(
-                f"{file}: its last {header.size - start} bytes are zero, from {hit[0]} on "
-                f"({len(hit)} weights), as after a download that was not finished"
-            )
-    return out
-
-
-def _zeros_from(path: Path, start: int, stop: int) -> int:
-    """The offset from which on the file holds only zeros, looking no further back than `start`."""
-    step = _PROBE
-    with path.open("rb") as f:
-        while stop > start:
-            begin = max(start, stop - step)
-            f.seek(begin)
-            kept = len(f.read(stop - begin).rstrip(b"\0"))
-            if kept:
-                return begin + kept
-            stop, step = begin, 1 << 20
-    return start
-
-
-def _never_zero(name: str, spec: TensorSpec) -> bool:
-    """Tensors that no training leaves all zero; a lone scale may be 2^-127, whose code is 0."""
-    if spec.dtype in ("F8_E4M3", "I8"):
-        return True
-    if spec.dtype == "F8_E8M0":
-        return spec.nbytes > 1
-    return name in ("embed.weight", "head.weight")
-
-
 def _rows(entry: Entry) -> tuple[int, int]:
     """Number of rows and bytes per row."""
     return entry.shape[0], entry.nbytes // max(entry.shape[0], 1)
@@ -304,57 +260,3 @@ def _runs(rows: list[int]) -> Iterable[tuple[int, int]]:
         if i == len(rows) or rows[i] != rows[i - 1] + 1:
             yield rows[start], i - start
             start = i
-
-
-def _scale_codes(name: str, values: Tensor) -> Tensor:
-    """E8M0 codes (uint8); F32 scales that are exact powers of two are turned into them."""
-    if values.dtype == torch.float32:
-        bits = values.view(torch.int32)
-        codes = bits >> 23
-        codes[bits == 1 << 22] = 0  # 2^-127, the one power of two that is subnormal in F32
-        wrong = (codes < 0) | (codes > 254) | ((bits & 0x7FFFFF) != 0) & (bits != 1 << 22)
-        wrong |= bits == 0
-        if wrong.any():
-            raise CheckpointError(
-                f"{name}: expected powers of two from 2^-127 to 2^127, "
-                f"found {values[wrong].flatten()[0].item()!r}"
-            )
-        return codes.to(torch.uint8)
-    if (values == 0xFF).any():
-        count = int((values == 0xFF).sum())
-        raise CheckpointError(f"{name}: {count} of {values.numel()} scales are 0xFF (NaN)")
-    return values
-
-
-def _check_experts(name: str, table: Tensor, experts: int) -> None:
-    """Each row of `tid2eid` [rows, k] must name k different experts."""
-    ordered = table.sort(dim=-1).values
-    wrong = ((table < 0) | (table >= experts)).any(-1)
-    wrong |= (ordered[:, 1:] == ordered[:, :-1]).any(-1)
-    if wrong.any():
-        row = table[wrong][0].tolist()
-        raise CheckpointError(
-            f"{name}: expected different experts 0 ... {experts - 1} in a row, found {row} "
-            f"({int(wrong.sum())} of {len(table)} rows)"
-        )
-
-
-def _memory() -> int:
-    """Bytes of physical memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _will_need(fd: int, offset: int, length: int) -> None:
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
-    elif sys.platform == "darwin":
-        import fcntl
-
-        f_rdadvise = 44  # <sys/fcntl.h>; its count is a signed 32-bit integer
-        fcntl.fcntl(fd, f_rdadvise, struct.pack("qi", offset, min(length, 0x7FFFFFFF)))
-
-
-def _dont_need(fd: int, offset: int, length: int) -> None:
-    """Drop pages where the system offers it; elsewhere the kernel ages them by itself."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,32 @@
+"""Hints about the page cache, where the system takes them; without them everything works the same.
+
+Linux offers `posix_fadvise`; macOS offers `F_RDADVISE` to read ahead and ages pages by itself.
+"""
+
+import fcntl
+import os
+import struct
+import sys
+
+_F_RDADVISE = 44
+"""From macOS's <sys/fcntl.h>."""
+
+
+def memory() -> int:
+    """Bytes of physical memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def will_need(fd: int, offset: int, length: int) -> None:
+    """Say that these bytes of a file will be read soon."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
+    elif sys.platform == "darwin":
+        hint = struct.pack("qi", offset, min(length, 0x7FFFFFFF))  # struct radvisory
+        fcntl.fcntl(fd, _F_RDADVISE, hint)
+
+
+def dont_need(fd: int, offset: int, length: int) -> None:
+    """Say that these bytes of a file may leave the cache."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)

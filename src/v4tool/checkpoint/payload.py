@@ -1,0 +1,105 @@
+"""What only the payload of a checkpoint shows: broken downloads, NaN scales, impossible tables.
+
+Each rule says what no training leaves behind (SPEC section 2), so that a damaged file is named
+before its numbers are believed. Left out: NaN codes in weights (`v4tool check --port`).
+"""
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from v4tool.checkpoint.catalogue import Catalogue
+from v4tool.checkpoint.header import Entry
+from v4tool.checkpoint.layout import TensorSpec
+from v4tool.errors import CheckpointError
+
+PROBE = 4096
+"""Bytes looked at first when asking whether anything is not zero."""
+_VOCABULARY = ("embed.weight", "head.weight")
+
+
+def zero_tails(found: Catalogue) -> list[str]:
+    """Shards that end in zeros where weights should be: a download that was not finished."""
+    out = []
+    for file, header in found.headers.items():
+        start = _zeros_from(found.directory / file, len(header.raw), header.size)
+        hit = [
+            name
+            for name, entry in sorted(header.tensors.items(), key=lambda item: item[1].start)
+            if entry.stop - max(entry.start, start) >= _telling(name, entry)
+        ]
+        if hit:
+            out.append(
+                f"{file}: its last {header.size - start} bytes are zero, from {hit[0]} on "
+                f"({len(hit)} weights), as after a download that was not finished"
+            )
+    return out
+
+
+def _telling(name: str, entry: Entry) -> float:
+    """How many zero bytes at a tensor's end prove it; rows of tokens never used may be zero."""
+    if entry.dtype in ("F8_E4M3", "I8"):
+        return min(PROBE, entry.nbytes)
+    return entry.nbytes / 16 if name in _VOCABULARY else math.inf
+
+
+def _zeros_from(path: Path, start: int, stop: int) -> int:
+    """The offset from which on the file holds only zeros, looking no further back than `start`."""
+    step = PROBE
+    with path.open("rb") as f:
+        while stop > start:
+            begin = max(start, stop - step)
+            f.seek(begin)
+            kept = len(f.read(stop - begin).rstrip(b"\0"))
+            if kept:
+                return begin + kept
+            stop, step = begin, 1 << 20
+    return start
+
+
+def never_zero(name: str, spec: TensorSpec) -> bool:
+    """Tensors that no training leaves all zero; a lone scale may be 2^-127, whose code is 0."""
+    if spec.dtype in ("F8_E4M3", "I8"):
+        return True
+    if spec.dtype == "F8_E8M0":
+        return spec.nbytes > 1
+    return name in _VOCABULARY
+
+
+def scale_codes(name: str, values: Tensor) -> Tensor:
+    """E8M0 codes (uint8), none of them NaN; F32 scales are turned into them."""
+    if values.dtype == torch.float32:
+        return _codes_of_powers(name, values)
+    count = int((values == 0xFF).sum())
+    if count:
+        raise CheckpointError(f"{name}: {count} of {values.numel()} scales are 0xFF (NaN)")
+    return values
+
+
+def _codes_of_powers(name: str, values: Tensor) -> Tensor:
+    """F32 powers of two from 2^-127 to 2^127 as E8M0 codes; anything else is refused."""
+    bits = values.view(torch.int32)
+    smallest = bits == 1 << 22  # 2^-127 is subnormal in F32
+    codes = torch.where(smallest, 0, bits >> 23)
+    wrong = ((bits & 0x7FFFFF) != 0) & ~smallest | (codes < 0) | (codes > 254) | (bits == 0)
+    if wrong.any():
+        found = values[wrong][0].item()
+        raise CheckpointError(
+            f"{name}: expected powers of two from 2^-127 to 2^127, found {found!r}"
+        )
+    return codes.to(torch.uint8)
+
+
+def check_experts(name: str, table: Tensor, experts: int) -> None:
+    """Each row of `tid2eid` [rows, k] must name k different experts."""
+    ordered = table.sort(dim=-1).values
+    wrong = ((table < 0) | (table >= experts)).any(-1)
+    wrong |= (ordered[:, 1:] == ordered[:, :-1]).any(-1)
+    if wrong.any():
+        row = table[wrong][0].tolist()
+        raise CheckpointError(
+            f"{name}: expected different experts 0 ... {experts - 1} in a row, found {row} "
+            f"({int(wrong.sum())} of {len(table)} rows)"
+        )
