@@ -151,7 +151,7 @@ def test_shipped_profiles() -> None:
 def test_shipped_profile_is_bit_exact_by_default_and_has_its_config(name: str) -> None:
     profile = settle(name)
     assert (profile.accumulate, profile.backend, profile.seed) == ("float64", "auto", 0)
-    assert profile.out_dir == Path("activations")
+    assert profile.out_dir == Path("activations") / name
     assert profile.config.is_file()
     assert profile.config.name == f"{name}_config.json"
     assert profile.summary

@@ -54,6 +54,7 @@ class RecordingWriter:
         self._refuse_existing(force)
         room = sum(len(json.dumps([k, v])) + 8 for k, v in metadata.items()) + 512
         self._header_room = -(-(most_tensors * HEADER_BYTES_PER_TENSOR + room) // 4096) * 4096 - 8
+        self._names: set[str] = set()
         self._entries: dict[str, dict[str, Any]] = {}
         self._offset = 0
         self._last: list[tuple[str, np.ndarray[Any, Any]]] = []
@@ -96,8 +97,9 @@ class RecordingWriter:
     def put(self, name: str, value: Tensor) -> None:
         """Record one tensor; the value may be changed afterwards. Raises OutputError if writing failed."""
         array = stored(value)
-        if name in self._entries or any(name == n for n, _ in self._last):
+        if name in self._names:
             raise ValueError(f"{name} was recorded twice")
+        self._names.add(name)
         if array.itemsize == 8:
             self._last.append((name, array))
         elif array.size % 2 == 0:
