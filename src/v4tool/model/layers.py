@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from v4tool.config import ModelConfig
+from v4tool.quant._workers import spread
 from v4tool.quant.activation import to_bf16
 
-TOKENS_AT_ONCE = 128
-"""Tokens that an element-wise step widens to `acc` at a time, so that memory does not grow with the prompt."""
+ELEMENTS_AT_ONCE = 1 << 17
+"""Elements that an element-wise step widens to `acc` at a time. So few stay in the processor's cache through all
+of the step; fresh memory for a whole batch costs twenty times as much as the arithmetic."""
 
 
 def ordered_sum(x: Tensor) -> Tensor:
@@ -27,26 +29,54 @@ def ordered_sum(x: Tensor) -> Tensor:
     return x.squeeze(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
 
 
-def by_tokens(function: Callable[..., Tensor], *xs: Tensor) -> Tensor:
-    """Apply a per-token function to pieces of `TOKENS_AT_ONCE` tokens: [T, ...] each -> [T, ...]."""
-    if xs[0].shape[0] <= TOKENS_AT_ONCE:
+def by_tokens(function: Callable[..., Tensor], *xs: Tensor, threads: int = 1) -> Tensor:
+    """Apply a per-token function to pieces of about `ELEMENTS_AT_ONCE` elements: [T, ...] each -> [T, ...].
+
+    The pieces depend on the shapes alone and are shared out among the threads.
+    """
+    tokens = xs[0].shape[0]
+    size = max(1, ELEMENTS_AT_ONCE // max(1, *(x[:1].numel() for x in xs)))
+    if tokens <= size:
         return function(*xs)
-    pieces = zip(*(x.split(TOKENS_AT_ONCE) for x in xs), strict=True)
-    return torch.cat([function(*piece) for piece in pieces])
+    pieces = list(zip(*(x.split(size) for x in xs), strict=True))
+    first = function(*pieces[0])
+    out = first.new_empty(tokens, *first.shape[1:])
+    out[:size] = first
+
+    def task(i: int) -> None:
+        out[(i + 1) * size : (i + 2) * size] = function(*pieces[i + 1])
+
+    spread(task, len(pieces) - 1, threads)
+    return out
 
 
-def rms(x: Tensor, weight: Tensor, eps: float, acc: torch.dtype) -> Tensor:
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), element by element.
+
+    torch's own takes another exponential for the last few elements of a tensor, so its bits depend on where
+    in a batch a value stands.
+    """
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), x itself above 20, as torch defines it; written out for the same reason as `sigmoid`."""
+    return torch.where(x > 20.0, x, torch.log1p(torch.exp(x)))
+
+
+def rms(x: Tensor, weight: Tensor, eps: float, acc: torch.dtype, *, threads: int = 1) -> Tensor:
     """RMS norm (SPEC 5): x BF16 [T, ..., n], weight BF16 [n] -> BF16 of the shape of x."""
 
     def normed(piece: Tensor) -> Tensor:
         wide = piece.to(acc)
         mean = ordered_sum(wide * wide) / wide.shape[-1]
-        return to_bf16(weight.to(acc) * wide * torch.rsqrt(mean + eps).unsqueeze(-1))
+        return to_bf16(scale * wide * torch.rsqrt(mean + eps).unsqueeze(-1))
 
-    return by_tokens(normed, x)
+    scale = weight.to(acc)
+    return by_tokens(normed, x, threads=threads)
 
 
-def unit_rms(x: Tensor, eps: float, acc: torch.dtype) -> Tensor:
+def unit_rms(x: Tensor, eps: float, acc: torch.dtype, *, threads: int = 1) -> Tensor:
     """The weightless norm of every query head, rounded to BF16 at each step (SPEC 5, attention step 1).
 
     x BF16 [T, H, C] -> BF16 [T, H, C]. The release writes it on BF16 tensors, so each step rounds.
@@ -60,7 +90,7 @@ def unit_rms(x: Tensor, eps: float, acc: torch.dtype) -> Tensor:
         rho = to_bf16(1.0 / torch.sqrt(variance)).to(acc)
         return to_bf16(wide * rho.unsqueeze(-1))
 
-    return by_tokens(normed, x)
+    return by_tokens(normed, x, threads=threads)
 
 
 def rope_frequencies(config: ModelConfig, ratio: int) -> Tensor:
@@ -101,12 +131,14 @@ def rope_tables(frequencies: Tensor, positions: Tensor, acc: torch.dtype) -> tup
     return torch.cos(angles).float().to(acc), torch.sin(angles).float().to(acc)
 
 
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor], *, inverse: bool = False) -> Tensor:
+def rotate(
+    x: Tensor, tables: tuple[Tensor, Tensor], *, inverse: bool = False, threads: int = 1
+) -> Tensor:
     """Rotate the last dims of x, pairs (2i, 2i+1) as complex numbers (SPEC 5, Rotary tables).
 
     x BF16 [n, C] or [n, H, C]; tables as `rope_tables` gives them for the n rows -> BF16 of the same shape.
     """
-    return by_tokens(lambda p, c, s: _rotated(p, c, s, inverse), x, *tables)
+    return by_tokens(lambda p, c, s: _rotated(p, c, s, inverse), x, *tables, threads=threads)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
