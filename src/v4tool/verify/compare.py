@@ -1,0 +1,300 @@
+"""Two tensors, one verdict: what a node computed against what the recording holds (SPEC sections 4
+and 8).
+
+A BF16 value or an integer of an exact recording (accumulated in binary64) has no freedom: any
+machine gets the same bits, so other bits are wrong even where a tolerance would let them pass. A
+value that stays in acc is recorded rounded to FP32: two correct sums of it may fall on two sides of
+one rounding, hence one unit in the last place; `CANCELLATION` allows for sums that nearly vanish.
+Without exactness (accumulated in FP32, or somebody else's description) allclose decides, and for
+FP32 also a BF16 neighbour, which one rounding may reach.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from v4tool.verify.results import Comparison, Status, Worst
+
+CANCELLATION = 2.0**-40
+"""Of the key's largest value: what the order of 2^13 terms can change in binary64."""
+FLIPS = 1e-3
+"""Most BF16 neighbours that FP32-rounded inputs may cause: 3 in 100,000 are expected."""
+EXCUSED_AT_LEAST = 2
+
+SameChoice = Callable[[Tensor, Tensor], bool]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What counts as right.
+
+    atol, rtol: |computed - recorded| <= atol + rtol·|recorded|. exact: the recording is bit-exact.
+    neighbours: without exactness, whether the next BF16 value passes as well.
+    """
+
+    atol: float = 1e-4
+    rtol: float = 1e-4
+    exact: bool = True
+    neighbours: bool = False
+
+    def text(self, kind: str) -> str:
+        """The rule in words, for one kind of value."""
+        if kind == "int":
+            return "integers must be equal"
+        tolerance = f"atol {self.atol:g}, rtol {self.rtol:g}"
+        if not self.exact:
+            return tolerance + (" or a BF16 neighbour" if self.neighbours else "")
+        bits = "BF16 bits must be equal" if kind == "bf16" else "1 ulp of FP32"
+        return f"{bits}; {tolerance} tells differs from outside"
+
+
+def compare(
+    key: str,
+    computed: Tensor,
+    recorded: Tensor,
+    rule: Rule,
+    *,
+    loose: bool = False,
+    same_choice: SameChoice | None = None,
+) -> Comparison:
+    """Judge one key.
+
+    computed: the node's output, BF16, an integer or acc. recorded: as read. loose: an input of this
+    node is known only rounded to FP32. same_choice: told (computed, recorded) of an integer key,
+    whether both are as good.
+    """
+    kind = kind_of(computed)
+    shape, count = tuple(recorded.shape), recorded.numel()
+    problem = _form(computed, recorded)
+    if problem is not None:
+        return Comparison(key, problem[0], kind, shape, count, note=problem[1])
+    if kind == "int":
+        return _integers(key, computed, recorded, same_choice)
+    value = computed.to(torch.float32)
+    if same_bits(value, recorded) and bool(torch.isfinite(recorded).all()):
+        return Comparison(key, "equal", kind, shape, count, count)
+    return _floats(key, kind, computed, recorded, rule, loose)
+
+
+def kind_of(computed: Tensor) -> str:
+    """bf16, acc or int, by what the node gives."""
+    if not computed.is_floating_point():
+        return "int"
+    return "bf16" if computed.dtype == torch.bfloat16 else "acc"
+
+
+def _form(computed: Tensor, recorded: Tensor) -> tuple[Status, str] | None:
+    if computed.shape != recorded.shape:
+        return "shape", f"expected {list(computed.shape)}, found {list(recorded.shape)}"
+    expected = torch.float32 if computed.is_floating_point() else computed.dtype
+    if recorded.dtype != expected:
+        return "dtype", f"expected {_name(expected)}, found {_name(recorded.dtype)}"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two FP32 tensors of one shape hold the same bits."""
+    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+
+
+def bf16_valued(x: Tensor) -> bool:
+    """Whether every element of an FP32 tensor is a BF16 value."""
+    return same_bits(x.to(torch.bfloat16).to(torch.float32), x)
+
+
+def _integers(
+    key: str, computed: Tensor, recorded: Tensor, same_choice: SameChoice | None
+) -> Comparison:
+    shape, count = tuple(recorded.shape), recorded.numel()
+    wrong = computed != recorded
+    if not bool(wrong.any()):
+        return Comparison(key, "equal", "int", shape, count, count)
+    equal = count - int(wrong.sum())
+    if torch.equal(computed.sort(dim=-1).values, recorded.sort(dim=-1).values):
+        note = f"another order in {_rows_differing(wrong)} rows"
+        return Comparison(key, "order", "int", shape, count, equal, note=note)
+    if same_choice is not None and same_choice(computed, recorded):
+        note = f"another pick among equal scores in {_rows_differing(wrong)} rows"
+        return Comparison(key, "order", "int", shape, count, equal, note=note)
+    difference = (computed.to(torch.float64) - recorded.to(torch.float64)).abs()
+    axis, name = token_axis(key, shape)
+    return Comparison(
+        key=key,
+        status="outside",
+        kind="int",
+        shape=shape,
+        count=count,
+        bits_equal=equal,
+        max_abs=float(difference.max()),
+        share_outside=1 - equal / count,
+        worst=_worst(key, difference, computed, recorded),
+        axis=name,
+        per_token=_per_token(wrong.to(torch.float64), axis),
+    )
+
+
+def _rows_differing(wrong: Tensor) -> int:
+    return int(wrong.flatten(0, -2).any(-1).sum()) if wrong.dim() > 1 else 1
+
+
+def _floats(
+    key: str, kind: str, computed: Tensor, recorded: Tensor, rule: Rule, loose: bool
+) -> Comparison:
+    value = computed.to(torch.float32)
+    c, e = value.to(torch.float64), recorded.to(torch.float64)
+    finite = torch.isfinite(c) & torch.isfinite(e)
+    distance = torch.where(finite, (c - e).abs(), math.inf)
+    distance = torch.where((c == e) & finite, 0.0, distance)
+    steps = ulps(value, recorded, kind)
+    wrong = _wrong(kind, distance, steps, e, rule)
+    status = _status(kind, distance, steps, wrong, e, rule, loose)
+    axis, name = token_axis(key, tuple(recorded.shape))
+    scale = torch.where(torch.isfinite(e), e.abs(), 0.0)
+    top = scale.amax().clamp(min=1e-300)
+    bits = value.contiguous().view(torch.int32) == recorded.contiguous().view(torch.int32)
+    failing = status in ("differs", "outside", "nan")
+    return Comparison(
+        key=key,
+        status=status,
+        kind=kind,
+        shape=tuple(recorded.shape),
+        count=recorded.numel(),
+        bits_equal=int(bits.sum()),
+        max_abs=float(distance.max()),
+        max_rel=float((distance / scale.clamp(min=1e-300)).max()),
+        ulps=int(steps.max()),
+        cosine=_cosine(c, e),
+        share_outside=float(wrong.to(torch.float64).mean()),
+        least_tolerance=float((distance / (1 + scale)).max()),
+        worst=_worst(key, distance, computed, recorded),
+        axis=name,
+        per_token=_per_token(torch.where(wrong, distance / top, 0.0), axis) if failing else (),
+        note=_note(kind, c, recorded, status, name, axis),
+    )
+
+
+def _outside(distance: Tensor, e: Tensor, rule: Rule) -> Tensor:
+    bound = rule.atol + rule.rtol * torch.where(torch.isfinite(e), e.abs(), 0.0)
+    return ~(distance <= bound)
+
+
+def _wrong(kind: str, distance: Tensor, steps: Tensor, e: Tensor, rule: Rule) -> Tensor:
+    """Which elements the rule does not admit."""
+    if not rule.exact:
+        outside = _outside(distance, e, rule)
+        return outside & (steps > 1) if rule.neighbours and kind == "bf16" else outside
+    if kind == "bf16":
+        return distance > 0
+    top = torch.where(torch.isfinite(e), e.abs(), 0.0).amax()
+    return (distance > CANCELLATION * top) & (steps > 1)
+
+
+def _status(
+    kind: str,
+    distance: Tensor,
+    steps: Tensor,
+    wrong: Tensor,
+    e: Tensor,
+    rule: Rule,
+    loose: bool,
+) -> Status:
+    if not bool(torch.isfinite(e).all()):
+        return "nan"
+    if not bool((distance > 0).any()):
+        return "zero"
+    if not bool(wrong.any()):
+        return "close" if not rule.exact else "ulp"
+    excused = max(EXCUSED_AT_LEAST, FLIPS * wrong.numel())
+    neighbours = kind == "bf16" and int(steps.max()) <= 1
+    if loose and rule.exact and neighbours and int(wrong.sum()) <= excused:
+        return "rounding"
+    return "outside" if bool((_outside(distance, e, rule) & wrong).any()) else "differs"
+
+
+def ulps(computed: Tensor, recorded: Tensor, kind: str) -> Tensor:
+    """Distance in units of the last place, of BF16 (kind bf16) or FP32; huge where not finite."""
+    if kind == "bf16":
+        a, b = (_ranks(x.to(torch.bfloat16).view(torch.int16)) for x in (computed, recorded))
+        steps = (a - b).abs()
+        # a recorded value between two BF16 values is no BF16 value at all: never 0 steps away
+        between = (steps == 0) & (computed != recorded)
+        steps = torch.where(between, 1, steps)
+    else:
+        a, b = (_ranks(x.contiguous().view(torch.int32)) for x in (computed, recorded))
+        steps = (a - b).abs()
+    finite = torch.isfinite(computed) & torch.isfinite(recorded)
+    return torch.where(finite, steps, 2**31)
+
+
+def _ranks(bits: Tensor) -> Tensor:
+    """Sign-magnitude floats as integers in the order of their values."""
+    wide = bits.to(torch.int64)
+    smallest = torch.iinfo(bits.dtype).min
+    return torch.where(wide < 0, smallest - wide, wide)
+
+
+def _cosine(c: Tensor, e: Tensor) -> float:
+    c, e = c.flatten(), e.flatten()
+    lengths = float(c.norm()) * float(e.norm())
+    return float(c @ e) / lengths if lengths else float(not c.any() and not e.any())
+
+
+def _note(kind: str, c: Tensor, recorded: Tensor, status: Status, name: str, axis: int) -> str:
+    if status == "nan":
+        lost = ~torch.isfinite(recorded)
+        begin = _first(lost, axis)
+        return f"{int(lost.sum())} of {lost.numel()} not finite, from {name} {begin} on"
+    if not bool(torch.isfinite(c).all()):
+        return "the description itself gives no finite values here"
+    if status != "zero" and kind == "bf16" and not bf16_valued(recorded):
+        return "the recorded values are no BF16 values"
+    return ""
+
+
+def _first(mask: Tensor, axis: int) -> int:
+    return int(_by_token(mask.to(torch.float64), axis).nonzero()[0, 0])
+
+
+def _by_token(x: Tensor, axis: int) -> Tensor:
+    return x.movedim(axis, 0).flatten(1).amax(-1) if x.dim() > 1 else x
+
+
+def _per_token(error: Tensor, axis: int) -> tuple[float, ...]:
+    return tuple(float(f"{v:.3g}") for v in _by_token(error, axis).tolist())
+
+
+def _worst(key: str, distance: Tensor, computed: Tensor, recorded: Tensor) -> Worst:
+    flat = int(distance.flatten().argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), distance.shape))
+    where = dict(zip(axis_names(key, tuple(distance.shape)), index, strict=True))
+    where.pop("batch", None)
+    return Worst(index, where, float(recorded[index]), float(computed[index]))
+
+
+def axis_names(key: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """What each dimension of a key counts (SPEC 6, Shapes)."""
+    first = "block" if "compressor." in key and not key.endswith(("wkv.out", "wgate.out")) else ""
+    first = first or ("row" if key.endswith("sparse_attn.in.kv") else "token")
+    if len(shape) == 2:
+        return ("batch" if shape[0] == 1 and "logits" in key else "token", "channel")
+    if len(shape) == 3:
+        table = key.endswith(("topk_idxs", "indexer.out"))
+        return ("batch", first, "entry" if table else "channel")
+    if len(shape) == 4:
+        if key.endswith(".comb"):
+            return ("batch", first, "from stream", "to stream")
+        return ("batch", first, "head" if ".attn." in key else "stream", "channel")
+    return tuple(f"dim {i}" for i in range(len(shape)))
+
+
+def token_axis(key: str, shape: tuple[int, ...]) -> tuple[int, str]:
+    """The dimension that counts tokens (or rows, blocks), and its name."""
+    axis = 1 if len(shape) > 2 else 0
+    return axis, axis_names(key, shape)[axis] if shape else ""

@@ -1,0 +1,106 @@
+"""The nodes of a description: what each declares, and which keys of a recording are its outputs.
+
+Nothing is run. A key belongs to the node whose output pattern leaves least of it to placeholders, if
+the checkpoint has the weights that the node would then load.
+"""
+
+import re
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from v4tool.names import pass_of
+from v4tool.verify.language import PLACEHOLDER, NodeSpec, read_description
+from v4tool.verify.sources import OWN_DESCRIPTION, is_input
+
+LEADING = r"mtp\.\d+\.\w+\.|(?:decode\.\d+\.)?(?:layers\.\d+\.)?"
+"""What a placeholder at the front of a key stands for: a pass and a block."""
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """One node of a description: what it declares, and how many of the given keys it judges."""
+
+    name: str
+    summary: str
+    line: int
+    weights: tuple[str, ...]
+    outputs: tuple[str, ...]
+    templates: tuple[str, ...]
+    keys: int
+    example: str
+
+
+def list_nodes(
+    vt_file: Path | str | None = None,
+    keys: Iterable[str] = (),
+    weights: Container[str] = (),
+) -> tuple[list[NodeInfo], list[str]]:
+    """The nodes in the file's order, and the keys that no node judges.
+
+    keys: of a recording, or as `names.recording_keys` predicts them (experts as `<E>`). weights:
+    the checkpoint's tensor names (`checkpoint.layout.layout`).
+    """
+    nodes = list(read_description(vt_file or OWN_DESCRIPTION).nodes.values())
+    found: dict[str, list[str]] = {spec.name: [] for spec in nodes}
+    left = []
+    for key in keys:
+        owner = _owner(key, nodes, weights)
+        if owner is not None:
+            found[owner].append(key)
+        elif not is_input(key):
+            left.append(key)
+    return [_info(spec, found[spec.name]) for spec in nodes], left
+
+
+def _info(spec: NodeSpec, keys: list[str]) -> NodeInfo:
+    return NodeInfo(
+        name=spec.name,
+        summary=spec.doc.splitlines()[0] if spec.doc else "",
+        line=spec.line,
+        weights=tuple(spec.weights.values()),
+        outputs=spec.keys,
+        templates=spec.templates,
+        keys=len(keys),
+        example=keys[0] if keys else "",
+    )
+
+
+def _owner(key: str, nodes: Iterable[NodeSpec], weights: Container[str]) -> str | None:
+    """The node that a key is an output of: least left to placeholders, then most weights."""
+    candidates = [
+        (_free(output, values), -len(spec.weights), place, spec.name)
+        for place, spec in enumerate(nodes)
+        for output in spec.keys
+        for values in [_bind(output, key)]
+        if values is not None and _has_weights(spec, key, values, weights)
+    ]
+    return min(candidates)[-1] if candidates else None
+
+
+def _free(output: str, values: dict[str, str]) -> int:
+    """Characters of the key that placeholders other than a leading one stand for."""
+    places = PLACEHOLDER.finditer(output)
+    return sum(len(values[place[1]]) for place in places if place.start() > 0)
+
+
+def _bind(output: str, key: str) -> dict[str, str] | None:
+    """The templates' values if the key is of this form."""
+    pattern, last = "", 0
+    for place in PLACEHOLDER.finditer(output):
+        pattern += re.escape(output[last : place.start()])
+        seen = f"(?P<{place[1]}>" in pattern
+        inner = LEADING if place.start() == 0 else r"[\w.<>]+"
+        pattern += f"(?P={place[1]})" if seen else f"(?P<{place[1]}>{inner})"
+        last = place.end()
+    match = re.fullmatch(pattern + re.escape(output[last:]), key)
+    return match.groupdict() if match else None
+
+
+def _has_weights(spec: NodeSpec, key: str, values: dict[str, str], weights: Container[str]) -> bool:
+    block = re.match(r"(?:decode\.\d+\.)?(layers\.\d+\.)|(mtp\.\d+\.)", key)
+    default = (block[1] or block[2]) if block and pass_of(key) != key else ""
+    bound = {name: values.get(name, default) for name in spec.templates}
+    return all(
+        full.format(**bound).replace("<E>", "0") in weights for full in spec.weights.values()
+    )
