@@ -59,17 +59,13 @@ def inspect(directory: Path | str, config: ModelConfig | None = None) -> list[Te
 def compare(found: Catalogue, config: ModelConfig, *, mtp: bool = True) -> Comparison:
     """Compare a directory with the layout; without `mtp`, whatever is named `mtp.*` is left out."""
     specs, entries = layout(config), found.entries()
-    if not mtp:
-        specs = {n: s for n, s in specs.items() if not _is_mtp(n)}
-        left = sum(map(_is_mtp, entries))
-        entries = {n: e for n, e in entries.items() if not _is_mtp(n)}
-    out = Comparison(_rows(specs, entries))
     if mtp:
-        out.problems += _mtp_problems(config, entries)
-    elif left:
-        out.notes.append(f"{left} tensors of mtp.* are left out")
-    _judge(out)
-    return out
+        return _judge(Comparison(_rows(specs, entries), _mtp_problems(config, entries)))
+    main = {name: spec for name, spec in specs.items() if not _is_mtp(name)}
+    kept = {name: entry for name, entry in entries.items() if not _is_mtp(name)}
+    left = len(entries) - len(kept)
+    notes = [f"{left} tensors of mtp.* are left out"] if left else []
+    return _judge(Comparison(_rows(main, kept), notes=notes))
 
 
 def _is_mtp(name: str) -> bool:
@@ -106,20 +102,27 @@ def _mtp_problems(config: ModelConfig, entries: dict[str, Entry]) -> list[str]:
     return [f"MTP cannot be computed, only the main model can: {reason}"] if reason else []
 
 
-def _judge(out: Comparison) -> None:
+def _judge(out: Comparison) -> Comparison:
+    """Add what the rows say; where mtp.* is another design, its rows need no complaint of their
+    own.
+    """
     by_status: dict[str, list[TensorStatus]] = {}
     for row in out.rows:
-        by_status.setdefault(row.status, []).append(row)
+        if not (out.problems and _is_mtp(row.name)):
+            by_status.setdefault(row.status, []).append(row)
     missing, unexpected = by_status.get("missing", []), by_status.get("unexpected", [])
     out.problems += _dialects(unexpected)
-    for what, rows in (("missing", missing), ("unexpected", unexpected)):
-        if rows:
-            names = some(r.name for r in rows)
-            out.problems.append(f"{len(rows)} {what} tensor{'s' * (len(rows) > 1)}: {names}")
+    out.problems += _named("missing", missing) + _named("unexpected", unexpected)
     out.problems += _differences(by_status.get("different", []))
-    in_f32 = [r for r in by_status.get("ok", []) if _is_f32_scale(r)]
+    in_f32 = sum(map(_is_f32_scale, by_status.get("ok", [])))
     if in_f32:
-        out.notes.append(f"{len(in_f32)} scales are stored in F32 and read as powers of two")
+        out.notes.append(f"{in_f32} scales are stored in F32 and read as powers of two")
+    return out
+
+
+def _named(what: str, rows: list[TensorStatus]) -> list[str]:
+    names = some(row.name for row in rows)
+    return [f"{len(rows)} {what} tensor{'s' * (len(rows) > 1)}: {names}"] if rows else []
 
 
 def _is_f32_scale(row: TensorStatus) -> bool:
