@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from tests.cli import cli  # noqa: F401  (a fixture for every test)
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.names import Keys, generic, recording_keys
 

@@ -362,7 +362,7 @@ def list_keys(
         )
         return
     tables.show(tables.keys_table(keys))
-    say(tables.keys_line(config, keys))
+    say(tables.keys_line(config, keys, tokens))
 
 
 @listing.command("cases")

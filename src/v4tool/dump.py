@@ -293,7 +293,8 @@ def _writer(
     metadata = metadata_of(profile, checkpoint, case, selection)
     # room for the ids that greedy decoding will choose
     metadata["decode_ids"] = json.dumps([checkpoint.config.vocab_size] * case.decode)
-    return RecordingWriter(path, most_tensors(checkpoint.config, keys), metadata, force=force)
+    tensors = most_tensors(checkpoint.config, keys, len(case.input_ids))
+    return RecordingWriter(path, tensors, metadata, force=force)
 
 
 def _finish(

@@ -314,29 +314,29 @@ def with_rows(spec: KeySpec, rows: int) -> KeySpec:
     return KeySpec(spec.dtype, tuple(rows if n is None else n for n in spec.shape), spec.kind)
 
 
-def routed_tokens(config: ModelConfig, key: str, keys: Keys) -> int:
+def routed_rows(config: ModelConfig, key: str, length: int) -> int:
     """Rows that all experts of the key's layer and pass share out: tokens times experts per token."""
-    gate = EXPERT.split(key)[0] + "gate.out.1"
-    tokens = keys[gate].shape[0]
-    assert tokens is not None
+    tokens = length if pass_of(key) in ("", "mtp.0.prefill.") else 1
     return tokens * config.n_activated_experts
 
 
-def payload_bytes(config: ModelConfig, keys: Keys) -> int:
-    """Payload of a recording with these keys: the same however the tokens spread over experts."""
-    total = sum(spec.nbytes for spec in keys.values())
-    for key, spec in keys.items():
-        if "<E>" in key:
-            total += with_rows(spec, routed_tokens(config, key, keys)).nbytes
-    return total
-
-
-def most_tensors(config: ModelConfig, keys: Keys) -> int:
-    """Upper bound of the number of tensors, whatever the routing."""
-    experts = sum(
-        min(config.n_routed_experts, routed_tokens(config, k, keys)) for k in keys if "<E>" in k
+def payload_bytes(config: ModelConfig, keys: Keys, length: int) -> int:
+    """Payload of these keys for a prompt of `length`: the same however the tokens spread over experts."""
+    specs = (
+        with_rows(spec, routed_rows(config, key, length)) if "<E>" in key else spec
+        for key, spec in keys.items()
     )
-    return len(base_keys(keys)) + experts
+    return sum(spec.nbytes for spec in specs)
+
+
+def most_tensors(config: ModelConfig, keys: Keys, length: int) -> int:
+    """Upper bound of the number of tensors of these keys, whatever the routing."""
+    experts = (
+        min(config.n_routed_experts, routed_rows(config, key, length))
+        for key in keys
+        if "<E>" in key
+    )
+    return len(base_keys(keys)) + sum(experts)
 
 
 def layer_of(key: str) -> int | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from v4tool.names import EXPERT, Keys, block_keys, is_expert, payload_bytes, steps_of
+from v4tool.names import Keys, block_keys, is_expert, payload_bytes, steps_of
 from v4tool.report.units import seconds, size
 
 if TYPE_CHECKING:  # a listing must not wait for torch
@@ -139,14 +139,8 @@ def dump_line(results: Sequence["DumpResult"]) -> str:
     )
 
 
-def keys_line(config: "ModelConfig", keys: Keys) -> str:
-    """How many keys there are, and how large the payload of a whole recording of them is."""
+def keys_line(config: "ModelConfig", keys: Keys, length: int) -> str:
+    """How many keys there are, and how large the payload of a recording of them is."""
     base = sum(not is_expert(key) for key in keys)
-    if any("<E>" in key for key in keys) and not all_gates(keys):
-        return f"{base} keys besides the routed experts'"
-    return f"{base} keys besides the routed experts', payload {size(payload_bytes(config, keys))}"
-
-
-def all_gates(keys: Keys) -> bool:
-    """Whether every expert's gate is among the keys, so that its rows are known."""
-    return all(EXPERT.split(key)[0] + "gate.out.1" in keys for key in keys if "<E>" in key)
+    payload = size(payload_bytes(config, keys, length))
+    return f"{base} keys besides the routed experts', payload {payload}"
