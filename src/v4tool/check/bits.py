@@ -1,0 +1,99 @@
+"""BF16 values as their 16 bits, in numpy: widening, rounding, and what a rounded value says of
+the unrounded one.
+
+Follows SPEC section 4 (to FP32 first, then to BF16, both to nearest even). It shares no code
+with the port: the same rule is written a second time, on bit patterns. Arrays of `Bits` hold
+the upper halves of FP32 words.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bits = npt.NDArray[np.uint16]
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+FP32_HALF_ULP = 2.0**-24
+"""Largest relative error of a rounding to FP32: how far a recorded acc value may be from the
+real one.
+"""
+DOUBLE_ROUNDING = 2.0**-23
+"""Relative width around a boundary of BF16 where rounding to FP32 first may decide otherwise."""
+
+
+def widen(bits: Bits) -> F32:
+    """The values of BF16 bit patterns, exact: uint16 [...] -> F32 [...]."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def wide(bits: Bits) -> F64:
+    """The values of BF16 bit patterns in binary64."""
+    return widen(bits).astype(np.float64)
+
+
+def narrow(values: F32) -> Bits:
+    """The upper halves of FP32 words, whatever is in the lower ones: F32 [...] -> uint16 [...]."""
+    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+
+def rounded(values: F64 | F32) -> Bits:
+    """Round to FP32, then to BF16, to nearest even (SPEC 4): float [...] -> uint16 [...]. No
+    NaN.
+    """
+    words = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    odd = (words >> np.uint32(16)) & np.uint32(1)
+    odd += np.uint32(0x7FFF)
+    odd += words
+    odd >>= np.uint32(16)
+    return odd.astype(np.uint16)
+
+
+def same(a: Bits, b: Bits) -> npt.NDArray[np.bool_]:
+    """Where two BF16 values are equal; +0 and -0 are."""
+    return (a == b) | (((a | b) & np.uint16(0x7FFF)) == 0)
+
+
+def order(bits: Bits) -> Ints:
+    """Numbers in the order of the values, neighbours one apart: uint16 [...] -> int64 [...]."""
+    magnitude = (bits & np.uint16(0x7FFF)).astype(np.int64)
+    return np.where(bits & np.uint16(0x8000), -magnitude, magnitude)
+
+
+def rounding_interval(bits: Bits) -> tuple[F64, F64]:
+    """Smallest and largest magnitude that rounds to each value: uint16 [...] -> two F64 [...].
+
+    Closed, and widened by what rounding to FP32 first can change. 0 gives a negative lower end.
+    """
+    magnitude = (bits & np.uint16(0x7FFF)).astype(np.int32) << 16
+    low = np.where(magnitude, magnitude - 0x8000, 0).view(np.float32).astype(np.float64)
+    high = (magnitude + 0x8000).view(np.float32).astype(np.float64)
+    low = np.where(magnitude, low * (1 - DOUBLE_ROUNDING), -high)
+    return low, high * (1 + DOUBLE_ROUNDING)
+
+
+def between(low: F64, high: F64) -> npt.NDArray[np.bool_]:
+    """Whether a BF16 value lies in each closed interval; empty and reversed intervals hold none."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        words = np.clip(high, -3e38, 3e38).astype(np.float32)
+    words = np.where(
+        words.astype(np.float64) > high, np.nextafter(words, np.float32(-np.inf)), words
+    )
+    raw = words.view(np.uint32)
+    negative = (raw >> np.uint32(31)).astype(bool)
+    # the largest BF16 value not above `high`: towards zero if positive, away from it if negative
+    cut = np.where(negative, raw + np.uint32(0xFFFF), raw) & np.uint32(0xFFFF0000)
+    largest = cut.astype(np.uint32).view(np.float32).astype(np.float64)
+    return (low <= high) & (largest >= low)
+
+
+def at(index: int, shape: tuple[int, ...]) -> list[int]:
+    """A flat index as indices of a shape."""
+    return [int(i) for i in np.unravel_index(index, shape)]
+
+
+def number(value: Any) -> str:
+    """A value in a message."""
+    return f"{float(value):.9g}"

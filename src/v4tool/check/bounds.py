@@ -1,0 +1,210 @@
+"""What all tokens together say of a weight that nobody knows.
+
+A norm's weight is one BF16 number per dimension, an attention sink one number per head. Every token's recorded output
+bounds it: it lies in the interval whose values round to that output. If no number lies in all intervals, some
+token's output or input is wrong, and the tokens that the others outvote are named. Passes of the same layer
+share the weight, so bounds are kept per weight and judged across passes at the end.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from v4tool.check.bits import F64, Bits, between, number, rounding_interval, wide
+from v4tool.check.rules import Book
+
+Mask = npt.NDArray[np.bool_]
+
+VOTERS = 256
+"""Rows of a pass that are kept to find the one that is wrong; further rows only narrow the bounds."""
+LOWEST = 1e300
+"""Stands for a sink that is bounded by nothing from below; -inf as an upper bound says that none fits."""
+SLACK = 1e-12
+"""Relative width for the last bits of binary64, which depend on the order of a sum."""
+
+
+def norm_bounds(out: Bits, x: F64, eps: float, spread: F64 | None = None) -> tuple[F64, F64]:
+    """Bounds of an RMS norm's weight from out = BF16(weight * x * rsqrt(mean(x^2) + eps)).
+
+    out bits [s, n], x [s, n] -> two F64 [s, n]. spread [s, n]: how far x may be off; such elements bound
+    nothing and widen the others of their row by what they may do to the mean.
+    """
+    mean = (x * x).mean(-1)
+    scale = np.abs(x) / np.sqrt(mean + eps)[:, None]
+    slack = np.full(len(x), SLACK)
+    if spread is not None:
+        slack += ((2 * np.abs(x) + spread) * spread).mean(-1) / (mean + eps)
+    low, high = rounding_interval(out)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low = low / scale
+        high = high / scale
+    low -= np.abs(low) * slack[:, None]
+    high += np.abs(high) * slack[:, None]
+    zero = scale == 0
+    if zero.any():
+        possible = (out & np.uint16(0x7FFF)) == 0
+        low = np.where(zero, np.where(possible, -np.inf, np.inf), low)
+        high = np.where(zero, np.where(possible, np.inf, -np.inf), high)
+    negative = ((out >> 15) != (x < 0)) & ~zero
+    low, high = np.where(negative, -high, low), np.where(negative, -low, high)
+    if spread is not None:
+        low[spread > 0], high[spread > 0] = -np.inf, np.inf
+    return low, high
+
+
+def sink_bounds(out: Bits, numerator: F64, denominator: F64, highest: F64) -> tuple[F64, F64]:
+    """Bounds of the attention sink from out = BF16(numerator / (denominator + exp(sink - highest))).
+
+    out bits [s, H, C], numerator [s, H, C], denominator and highest [s, H] -> two F64 [s, H].
+    """
+    low, high = rounding_interval(out)
+    size = np.abs(numerator)
+    noise = 1e-13 * size.max(-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        most = np.where(low > 0, (size + noise) / low, np.inf).min(-1) * (1 + SLACK)
+        least = ((size - noise) / high).max(-1) * (1 - SLACK)
+        flipped = ((out >> 15) != (numerator < 0)) & (low > 0) & (size > noise)
+        most[flipped.any(-1)] = -np.inf
+        # a sink may be so low that binary64 does not hold it beside the denominator
+        most = np.where(np.abs(most / denominator - 1) < SLACK, denominator * (1 + SLACK), most)
+        low_sink = np.log(np.maximum(least - denominator, 0)) + highest
+        high_sink = np.log(np.maximum(most - denominator, 0)) + highest
+    return np.maximum(low_sink, -LOWEST), high_sink
+
+
+@dataclass
+class Pass:
+    """What one pass says: bounds [n], the key they come from, its inputs, how many rows it has."""
+
+    key: str
+    of: tuple[str, ...]
+    low: F64
+    high: F64
+    rows: int
+
+
+class Unknowns:
+    """Bounds of unknown weights, collected pass by pass. `settle` judges them across passes."""
+
+    def __init__(self, book: Book) -> None:
+        self.book = book
+        self._passes: dict[tuple[str, str], list[Pass]] = {}
+
+    def add(self, rule: str, weight: str, votes: "Votes") -> None:
+        """Judge one pass's rows and keep what they say of the weight."""
+        key, of = votes.key, votes.of
+        self.book.applied(rule, [key, *of], votes.values)
+        low, high = votes.low, votes.high
+        wrong = np.flatnonzero(~votes.possible(low, high))
+        if wrong.size:
+            self._report_rows(rule, votes, wrong)
+            low, high = low.copy(), high.copy()
+            low[wrong], high[wrong] = -np.inf, np.inf
+        known = Pass(key, of, low, high, votes.rows)
+        self._passes.setdefault((rule, weight), []).append(known)
+
+    def _report_rows(self, rule: str, votes: "Votes", wrong: npt.NDArray[np.int64]) -> None:
+        column = int(wrong[0])
+        weight, rows = votes.outvoted(column)
+        expected = f"one weight for all {votes.rows} tokens, {number(weight)} in column {column}"
+        where = f"token {rows[0]}" if len(rows) == 1 else f"tokens {', '.join(map(str, rows[:4]))}"
+        self.book.report(
+            votes.key,
+            rule,
+            f"{expected} (from {', '.join(votes.of)})",
+            f"{where} cannot have it; {wrong.size} columns disagree",
+        )
+
+    def settle(self, discrete: Callable[[str], bool]) -> None:
+        """Judge every weight across its passes; discrete: whether a rule's weight is a BF16 number."""
+        for (rule, weight), passes in self._passes.items():
+            if len(passes) > 1:
+                self._settle(rule, weight, passes, discrete(rule))
+        self._passes.clear()
+
+    def _settle(self, rule: str, weight: str, passes: list[Pass], discrete: bool) -> None:
+        possible = between if discrete else _ordered
+        low = np.max([p.low for p in passes], 0)
+        high = np.min([p.high for p in passes], 0)
+        wrong = np.flatnonzero(~possible(low, high))
+        if not wrong.size:
+            return
+        column = int(wrong[0])
+        lows, highs = (np.array([getattr(p, side)[column] for p in passes]) for side in ("low", "high"))
+        votes = np.array([p.rows for p in passes])
+        value, outside = _majority(lows, highs, votes, discrete)
+        for place in outside:
+            self.book.report(
+                passes[place].key,
+                rule,
+                f"the {weight} of the other passes, {number(value)} in column {column} "
+                f"(from {', '.join(passes[place].of)})",
+                f"a value that needs another; {wrong.size} columns disagree",
+            )
+
+
+class Votes:
+    """The bounds that the rows of one pass give, [rows, n] in all, added some rows at a time."""
+
+    def __init__(self, key: str, of: tuple[str, ...], columns: int, *, discrete: bool) -> None:
+        self.key, self.of, self.discrete = key, of, discrete
+        self.low, self.high = np.full(columns, -np.inf), np.full(columns, np.inf)
+        self.rows = 0
+        self._kept: list[tuple[F64, F64]] = []
+
+    @property
+    def values(self) -> int:
+        """How many recorded values gave a bound."""
+        return self.rows * len(self.low)
+
+    def add(self, low: F64, high: F64) -> None:
+        """Take the bounds of some more rows, [rows, n] each."""
+        if self.rows < VOTERS:
+            self._kept.append((low, high))
+        self.rows += len(low)
+        np.maximum(self.low, low.max(0), out=self.low)
+        np.minimum(self.high, high.min(0), out=self.high)
+
+    def possible(self, low: F64, high: F64) -> Mask:
+        """Where some weight lies within the bounds."""
+        return between(low, high) if self.discrete else _ordered(low, high)
+
+    def outvoted(self, column: int) -> tuple[float, list[int]]:
+        """The weight that most rows allow, and the rows that do not."""
+        low = np.concatenate([low[:, column] for low, _ in self._kept])
+        high = np.concatenate([high[:, column] for _, high in self._kept])
+        return _majority(low, high, np.ones(len(low), np.int64), self.discrete)
+
+
+def _ordered(low: F64, high: F64) -> Mask:
+    return np.asarray(low <= high)
+
+
+def _majority(
+    low: F64, high: F64, votes: npt.NDArray[np.int64], discrete: bool
+) -> tuple[float, list[int]]:
+    """The candidate that most votes allow, and which bounds it lies outside of.
+
+    Candidates are the lower bounds, or the BF16 numbers next above them.
+    """
+    candidates = np.unique(_ceil_bf16(low) if discrete else low)
+    candidates = candidates[np.isfinite(candidates)]
+    if not candidates.size:
+        return float("nan"), list(range(len(low)))
+    inside = (low <= candidates[:, None]) & (candidates[:, None] <= high)
+    best = int((inside * votes).sum(1).argmax())
+    return float(candidates[best]), [int(i) for i in np.flatnonzero(~inside[best])]
+
+
+def _ceil_bf16(values: F64) -> F64:
+    """The smallest BF16 number not below each value."""
+    with np.errstate(over="ignore"):
+        words = np.clip(values, -3e38, 3e38).astype(np.float32)
+    words = np.where(words.astype(np.float64) < values, np.nextafter(words, np.float32(np.inf)), words)
+    raw = words.view(np.uint32)
+    up = np.where(raw >> np.uint32(31), raw, raw + np.uint32(0xFFFF)) >> np.uint32(16)
+    return np.where(np.isfinite(values), wide(up.astype(np.uint16)), values)
+
+

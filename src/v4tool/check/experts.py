@@ -1,0 +1,55 @@
+"""Identities of the mixture of experts: copies, the sum, and equal inputs (SPEC section 5, MoE)."""
+
+import numpy as np
+
+from v4tool.check.attention import copy
+from v4tool.check.bits import F64, rounded, wide
+from v4tool.check.place import Place
+
+ROUTED = "ffn.gate.out.1"
+
+
+def check_experts(place: Place) -> None:
+    """All identities of one block's mixture of experts."""
+    copy(place, "shared out", "ffn.shared_experts.out", "ffn.shared_experts.w2.out")
+    check_equal_inputs(place)
+    for expert in place.source.experts.get(place.key("ffn."), []):
+        name = f"ffn.experts.{expert}"
+        copy(place, "expert out", f"{name}.out", f"{name}.w2.out")
+    check_sum(place)
+
+
+def check_equal_inputs(place: Place) -> None:
+    """Gate and shared expert see the token; in hash layers the gate's choice sees only its id."""
+    if place.has("ffn_norm.out"):
+        rows = place.source.bits(place.key("ffn_norm.out"))
+        outputs = ["ffn.shared_experts.w1.out", "ffn.shared_experts.w3.out"]
+        if not place.config.is_hash(place.layer):
+            outputs += ["ffn.gate.out.0", ROUTED]
+        place.sameness.tie(place.weights, [rows], place.prefix, outputs, "ffn_norm.out")
+    ids = place.key("input_ids") if place.is_mtp else place.pass_prefix + "input_ids"
+    if place.config.is_hash(place.layer) and ids in place.source:
+        rows = place.source.ints(ids).reshape(-1, 1)
+        place.sameness.tie(place.weights, [rows], place.prefix, [ROUTED], "input_ids")
+
+
+def check_sum(place: Place) -> None:
+    """`ffn.out` from all experts that the gate names and the shared one."""
+    if not place.has("ffn.out", ROUTED, "ffn.shared_experts.out"):
+        return
+    source, routes = place.source, place.source.ints(place.key(ROUTED))
+    total: F64 = np.zeros((place.step.tokens, place.config.dim))
+    of = []
+    for expert in np.unique(routes).tolist():
+        name = f"ffn.experts.{expert}.out"
+        rows = np.flatnonzero((routes == expert).any(1))
+        if not place.has(name) or source.count(place.key(name)) != len(rows):
+            return
+        total[rows] += wide(source.bits(place.key(name)))
+        of.append(place.key(name))
+    shared = place.key("ffn.shared_experts.out")
+    total += wide(source.bits(shared))
+    out = place.key("ffn.out")
+    shown = [shared, place.key("ffn.experts.*.out")]
+    place.book.compare("ffn sum", out, source.bits(out), rounded(total), shown)
+    place.book.applied("ffn sum", of)

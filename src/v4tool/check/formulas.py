@@ -1,0 +1,191 @@
+"""The model's weightless steps in numpy, written from SPEC sections 3 to 5 and not from the
+port.
+
+BF16 values come and go as bits. s tokens, H heads, C head_dim, R rotated dims, n rows of keys
+and values, m entries of the index table. Left out: everything that takes a weight.
+"""
+
+import math
+
+import numpy as np
+
+from v4tool.check.bits import F32, F64, Bits, Ints, rounded, wide, widen
+from v4tool.config import FP4_GROUP, KV_BLOCK, ModelConfig
+from v4tool.names import Step, compressed_columns, table_offset
+
+TABLE_BLOCK = 64
+
+
+def rope_frequencies(config: ModelConfig, ratio: int) -> F32:
+    """Radians per position of every pair, F32 [R/2] (SPEC 5, Rotary tables)."""
+    width = config.rope_head_dim
+    base = config.compress_rope_theta if ratio else config.rope_theta
+    powers = np.array([base ** (2 * i / width) for i in range(width // 2)]).astype(np.float32)
+    plain = np.float32(1) / powers
+    if not ratio:
+        return plain
+    bound = {
+        beta: width
+        * math.log(config.original_seq_len / (2 * math.pi * beta))
+        / (2 * math.log(base))
+        for beta in (config.beta_fast, config.beta_slow)
+    }
+    low = max(math.floor(bound[config.beta_fast]), 0)
+    high: float = min(math.ceil(bound[config.beta_slow]), width - 1)
+    if low == high:
+        high += 0.001
+    steps = (np.arange(width // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    smooth = np.float32(1) - np.clip(steps, np.float32(0), np.float32(1))
+    slow = plain / np.float32(config.rope_factor)
+    return (slow * (np.float32(1) - smooth) + plain * smooth).astype(np.float32)
+
+
+def rope_tables(frequencies: F32, positions: Ints) -> tuple[F64, F64]:
+    """Cosine and sine, rounded to FP32, of the FP32 angles: two F64 [n, R/2]."""
+    angles = positions.astype(np.float32)[:, None] * frequencies
+    return (
+        np.cos(angles.astype(np.float64)).astype(np.float32).astype(np.float64),
+        np.sin(angles.astype(np.float64)).astype(np.float32).astype(np.float64),
+    )
+
+
+def turned(x: Bits, tables: tuple[F64, F64], *, inverse: bool = False) -> Bits:
+    """Rotate pairs (2i, 2i+1): bits [n, R] or [n, H, R], tables for the n rows -> the same
+    shape.
+    """
+    cos, sin = (t if x.ndim == 2 else t[:, None] for t in tables)
+    if inverse:
+        sin = -sin
+    values = wide(x)
+    real, imaginary = values[..., 0::2], values[..., 1::2]
+    out = np.empty_like(values)
+    out[..., 0::2] = real * cos - imaginary * sin
+    out[..., 1::2] = real * sin + imaginary * cos
+    return rounded(out)
+
+
+def unit_rms(q: Bits, eps: float) -> Bits:
+    """A head's query over its RMS, rounded at every step (SPEC 5, attention step 1): bits [...,
+    C].
+    """
+    values = widen(q)
+    # a product of two BF16 values is exact in FP32
+    mean = wide(rounded(values * values)).sum(-1) / q.shape[-1]
+    variance = wide(rounded(wide(rounded(mean)) + eps))
+    inverse = widen(rounded(1 / np.sqrt(variance)))
+    return rounded(values * inverse[..., None])
+
+
+def _ceil_power(amax: F64, floor: float, largest: float) -> F64:
+    """2^ceil(log2(max(amax, floor) * fp32(1 / largest))), the product in FP32 (SPEC 3)."""
+    product = np.maximum(amax.astype(np.float32), np.float32(floor)) * np.float32(1 / largest)
+    mantissa, exponent = np.frexp(product.astype(np.float64))
+    return np.ldexp(1.0, exponent - (mantissa == 0.5))
+
+
+def fp8_steps(x: Bits, block: int = KV_BLOCK) -> Bits:
+    """What quantising to E4M3 in place leaves: bits [..., n], n a multiple of block (SPEC 3)."""
+    values = wide(x).reshape(*x.shape[:-1], -1, block)
+    scale = _ceil_power(np.abs(values).max(-1), 1e-4, 448.0)[..., None]
+    q = np.clip(values / scale, -448, 448)
+    exponent = np.maximum(np.frexp(q)[1] - 1, -6)
+    step = np.ldexp(1.0, exponent - 3)
+    return rounded(np.rint(q / step) * step * scale).reshape(x.shape)
+
+
+def fp4_steps(x: Bits, block: int = FP4_GROUP) -> Bits:
+    """What quantising to E2M1 in place leaves: bits [..., n], n a multiple of block (SPEC 3)."""
+    values = wide(x).reshape(*x.shape[:-1], -1, block)
+    scale = _ceil_power(np.abs(values).max(-1), 6 * 2.0**-126, 6.0)[..., None]
+    q = np.clip(values / scale, -6, 6)
+    step = np.where(np.abs(q) < 2, 0.5, np.where(np.abs(q) < 4, 1.0, 2.0))
+    return rounded(np.rint(q / step) * step * scale).reshape(x.shape)
+
+
+def hadamard(x: Bits) -> Bits:
+    """Times the natural-order Sylvester matrix over sqrt(n): bits [..., n] -> bits [..., n]."""
+    n = x.shape[-1]
+    places = np.arange(n)
+    overlap = places[:, None] & places
+    parity = np.zeros_like(overlap)
+    while overlap.any():
+        parity ^= overlap & 1
+        overlap >>= 1
+    return rounded(wide(x) @ (1.0 - 2.0 * parity) * n**-0.5)
+
+
+def window_part(config: ModelConfig, step: Step) -> Ints:
+    """The window part of the index table: int64 [s, columns] (SPEC 5, attention step 3)."""
+    window, tokens = config.window_size, step.tokens
+    if step.start == 0:
+        rows = np.arange(tokens)[:, None]
+        table = np.maximum(rows - window + 1, 0) + np.arange(min(tokens, window))
+        return np.where(table > rows, -1, table)
+    columns = np.arange(window)
+    if step.start >= window - 1:
+        return ((columns + step.start + 1) % window)[None]
+    return np.where(columns > step.start, -1, columns)[None]
+
+
+def allowed_blocks(step: Step, ratio: int) -> Ints:
+    """How many blocks are complete for each query: int64 [s]."""
+    return np.arange(step.start + 1, step.end + 1) // ratio
+
+
+def all_blocks(config: ModelConfig, step: Step, ratio: int) -> Ints:
+    """Every complete block of every query, -1 for others: int64 [s, blocks]."""
+    blocks = np.arange(compressed_columns(step, ratio))
+    allowed = allowed_blocks(step, ratio)[:, None]
+    return np.where(blocks < allowed, blocks + table_offset(config, step), -1)
+
+
+def block_scores(q: Bits, k: Bits, weights: Bits) -> F64:
+    """How much each query wants each block (SPEC 5, Indexer): BF16 values as F64 [s, t].
+
+    q bits [s, IH, ID], k bits [t, ID], weights bits [s, IH].
+    """
+    scores = wide(
+        rounded(np.maximum(wide(rounded(wide(q) @ wide(k).T)), 0) * wide(weights)[..., None])
+    )
+    return wide(rounded(scores.sum(1)))
+
+
+def best_blocks(scores: F64, allowed: Ints, k: int, offset: int) -> Ints:
+    """The k best allowed blocks, ties to the lowest, -1 where there are fewer: int64 [s, k]."""
+    forbidden = np.arange(scores.shape[1]) >= allowed[:, None]
+    ranked = np.argsort(np.where(forbidden, np.inf, -scores), axis=1, kind="stable")[:, :k]
+    return np.where(ranked < allowed[:, None], ranked + offset, -1)
+
+
+def attention_sums(q: Bits, kv: Bits, table: Ints) -> tuple[F64, F64, F64]:
+    """Attention without the sink (SPEC 5, step 6): numerator [s, H, C], denominator and maximum
+    [s, H].
+
+    q bits [s, H, C], kv bits [n, C], table int64 [s, m]. Only the rows that some query names
+    are used.
+    """
+    s, heads, width = q.shape
+    used, place = np.unique(np.maximum(table, 0), return_inverse=True)
+    # entries of -1 go to a column of their own, behind the rows that are used
+    place = np.where(table < 0, len(used), place.reshape(table.shape))
+    columns = np.broadcast_to(place[:, None], (s, heads, table.shape[1]))
+    rows = wide(kv[used])
+    every = np.full((s, heads, len(used) + 1), -np.inf)
+    every[..., :-1] = (wide(q).reshape(-1, width) @ rows.T).reshape(s, heads, -1) * width**-0.5
+    scores = np.take_along_axis(every, columns, 2)
+    highest = np.full((s, heads), -np.inf)
+    p, denominator = np.zeros_like(scores), np.zeros((s, heads))
+    for start in range(0, table.shape[1], TABLE_BLOCK):
+        part = slice(start, start + TABLE_BLOCK)
+        higher = np.maximum(highest, scores[..., part].max(-1))
+        base = np.where(higher == -np.inf, 0.0, higher)
+        exact = np.exp(scores[..., part] - base[..., None])
+        before = np.exp(highest - base)
+        denominator = denominator * before + exact.sum(-1)
+        p[..., :start] *= before[..., None]
+        p[..., part] = wide(rounded(exact))
+        highest = higher
+    every[:] = 0.0
+    np.put_along_axis(every, columns, p, 2)
+    numerator = (every[..., :-1].reshape(-1, len(used)) @ rows).reshape(s, heads, width)
+    return numerator, denominator, highest

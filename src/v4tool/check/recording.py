@@ -1,0 +1,395 @@
+"""A file against its specification and itself, in one pass over its bytes.
+
+`check_recording` reads the file once from front to back: hashes, values and the tensors that identities need come
+from that one read. As soon as a block's keys have gone by, its identities are recomputed beside the reading. What
+is wrong is a `Finding`; every rule is tallied, so that a rule that was never applied can be seen.
+Left out: what takes the checkpoint (`weights`), and how results are shown (`report`).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from v4tool.check.attention import check_attention
+from v4tool.check.bounds import Unknowns
+from v4tool.check.compressed import check_compressed
+from v4tool.check.embeddings import check_embeddings
+from v4tool.check.experts import check_experts
+from v4tool.check.place import Place, Sameness
+from v4tool.check.rules import RULES, Book, Rule, Tally
+from v4tool.check.source import Array, Source, packed
+from v4tool.check.specification import (
+    Expectation,
+    check_ids,
+    check_keys,
+    expectation,
+)
+from v4tool.check.specification import check_experts as check_expert_keys
+from v4tool.check.streams import check_mtp_input, check_streams
+from v4tool.check.values import ValueRules, check_values
+from v4tool.config import ModelConfig
+from v4tool.errors import Finding
+from v4tool.names import Step, steps_of
+from v4tool.record.manifest import Entry as ManifestEntry
+from v4tool.record.manifest import checksum
+from v4tool.record.sweep import Header, Piece, Sweep, read_header
+
+if TYPE_CHECKING:
+    from v4tool.checkpoint.shards import Checkpoint
+
+Progress = Callable[[int], None]
+"""Told how many more bytes of the file have been read."""
+
+NOT_HELD = ("w1.out", "w3.out", "wgate.out", "compressor.wkv.out", "head.out", "logits.out")
+"""Ends of keys that no identity reads as a whole: they are not kept while the file goes by."""
+BLOCKS_WAITING = 2
+
+
+@dataclass(frozen=True)
+class RuleRow:
+    """One line of the table of rules: how often it was applied and how often it failed."""
+
+    rule: Rule
+    keys: int
+    values: int
+    findings: int
+
+
+@dataclass
+class CheckResult:
+    """What a check found. seconds: by stage; tied: keys that some identity or weight ties, of `keys` in all."""
+
+    path: Path
+    findings: list[Finding]
+    rules: list[RuleRow]
+    keys: int
+    tied: int
+    payload_sha256: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_read: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing but notes was found."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "file": str(self.path),
+            "ok": self.ok,
+            "findings": [finding.as_dict() for finding in self.findings],
+            "rules": [
+                {"rule": r.rule.id, "family": r.rule.family, "keys": r.keys, "values": r.values,
+                 "findings": r.findings}
+                for r in self.rules
+            ],
+            "keys": self.keys,
+            "tied": self.tied,
+            "payload_sha256": self.payload_sha256,
+            "bytes_read": self.bytes_read,
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+        }  # fmt: skip
+
+
+def check_recording(
+    path: Path | str,
+    *,
+    config: ModelConfig,
+    ids: Sequence[int] | None = None,
+    decode_ids: Sequence[int] | None = None,
+    case: str = "",
+    manifest: ManifestEntry | None = None,
+    checkpoint: "Checkpoint | None" = None,
+    identities: bool = True,
+    deep: bool = False,
+    partial: bool = False,
+    progress: Progress | None = None,
+) -> CheckResult:
+    """Judge one recording; everything that is wrong is a finding, a file that cannot be opened RecordingError.
+
+    ids, decode_ids: what it must be a recording of (default: what it says itself); case: for messages;
+    manifest: its entry, for hashes; checkpoint: for what takes weights (`deep`: every product);
+    identities: whether keys are tied to each other; partial: keys may be missing.
+    """
+    check = _Check(Path(path), config, partial=partial, ids=ids, manifest=manifest)
+    try:
+        check.specification(ids, decode_ids, case)
+        check.sweep(identities=identities, progress=progress or (lambda _: None))
+        if checkpoint is not None:
+            check.weights(checkpoint, deep=deep)
+    finally:
+        check.close()
+    return check.result()
+
+
+class _Check:
+    """The state of one check."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: ModelConfig,
+        *,
+        partial: bool,
+        ids: Sequence[int] | None,
+        manifest: ManifestEntry | None,
+    ) -> None:
+        self.config, self.manifest = config, manifest
+        self.header: Header = read_header(path)
+        self.book = Book({key: entry.shape for key, entry in self.header.entries.items()})
+        for finding in self.header.findings:
+            self.book.report(finding.key, finding.rule, finding.expected, finding.found)
+        self.expected: Expectation = expectation(self.header, config, ids=ids, partial=partial)
+        self.seconds: dict[str, float] = {}
+        self.payload_sha256 = ""
+        self.bytes_read = 0
+        for rule in RULES.values():
+            if rule.family == "container" and "sha256" not in rule.id and "sum" not in rule.id:
+                self.book.applied(rule.id, self.header.entries)
+        check_keys(self.header, self.expected, self.book)
+        self.source = Source(self.header, self.expected.usable)
+        self.unknowns = Unknowns(self.book)
+        self.places = self._places()
+
+    def close(self) -> None:
+        self.source.close()
+
+    def specification(
+        self, ids: Sequence[int] | None, decode_ids: Sequence[int] | None, case: str
+    ) -> None:
+        """Everything that needs only the header and the small integer tensors."""
+        started = time.monotonic()
+        if self.manifest is not None:
+            ids = self.manifest.input_ids if ids is None else ids
+            decode_ids = self.manifest.decode_ids if decode_ids is None else decode_ids
+        check_ids(
+            self.header, self.expected, self.source, self.book,
+            ids=ids, decode_ids=decode_ids, case=case,
+        )  # fmt: skip
+        check_expert_keys(self.header, self.expected, self.source, self.book)
+        self.seconds["specification"] = time.monotonic() - started
+
+    def _places(self) -> list[Place]:
+        """Every block of every pass, with the earlier passes over the same block."""
+        if not self.expected.ids:
+            return []
+        sameness = Sameness(self.source, self.book)
+        length, layers = len(self.expected.ids), range(self.config.n_layers)
+        rows = [
+            (step, layer, f"{step.prefix}layers.{layer}.")
+            for step in steps_of(length, len(self.expected.decode_ids))
+            for layer in layers
+        ]
+        if self.expected.mtp:
+            for step in (Step("mtp.0.prefill.", length, 0), Step("mtp.0.decode.", 1, length)):
+                rows.append((step, self.config.n_layers, step.prefix))
+        places: list[Place] = []
+        for step, layer, prefix in rows:
+            earlier = tuple(p for p in places if p.layer == layer)
+            places.append(
+                Place(self.config, step, layer, prefix, self.source, self.book, self.unknowns,
+                      sameness, earlier)
+            )  # fmt: skip
+        return places
+
+    def sweep(self, *, identities: bool, progress: Progress) -> None:
+        """Read the file once; identities run beside it as their keys have gone by."""
+        started = time.monotonic()
+        exact = self.header.metadata.get("accumulate", "float64") == "float64"
+        self.book.applied("numerics", self.header.entries)
+        if identities and not exact:
+            found = self.header.metadata["accumulate"]
+            self.book.report("__metadata__.accumulate", "numerics", "float64", found, note=True)
+        with _Beside(self.places if identities and exact else [], self.source) as beside:
+            values, sums = ValueRules(self.book, self.source.kinds), _Sums(self.manifest)
+            holder = _Holder(self.source, beside.wanted)
+            sweep = Sweep(self.header)
+            for piece in sweep.pieces():
+                if piece.entry.dtype == "F32" and len(piece.data) % 4 == 0:
+                    values.take(piece)
+                    holder.take(piece)
+                sums.take(piece)
+                if piece.last:
+                    beside.passed(piece.entry.key)
+                progress(len(piece.data))
+            values.close()
+            self.seconds["reading"] = time.monotonic() - started
+        self.bytes_read, self.payload_sha256 = sweep.bytes_read, sweep.payload_sha256
+        self._hashes(sums)
+        if identities and exact:
+            with np.errstate(all="ignore"):
+                check_embeddings(self.expected.ids or [], self.places, self.source, self.book)
+                self.unknowns.settle(discrete=lambda rule: rule != "attention")
+        self.seconds["file"] = time.monotonic() - started
+
+    def _hashes(self, sums: "_Sums") -> None:
+        stated = {"metadata": self.header.metadata.get("payload_sha256")}
+        if self.manifest is not None:
+            stated["manifest"] = self.manifest.payload_sha256
+        for where, digest in stated.items():
+            if digest is not None:
+                self.book.applied("payload sha256", self.header.entries)
+                if digest != self.payload_sha256:
+                    expected = f"{digest} as in the {where}"
+                    self.book.report("payload", "payload sha256", expected, self.payload_sha256)
+        if self.manifest is not None:
+            self.book.applied("header sha256", self.header.entries)
+            if self.manifest.header_sha256 != self.header.sha256:
+                expected = f"{self.manifest.header_sha256} as in the manifest"
+                self.book.report("header", "header sha256", expected, self.header.sha256)
+            sums.close(self.header, self.book)
+
+    def weights(self, checkpoint: "Checkpoint", *, deep: bool) -> None:
+        """What the checkpoint ties."""
+        from v4tool.check.weights import check_weights
+
+        started = time.monotonic()
+        check_weights(self.places, self.expected, self.source, self.book, checkpoint, deep=deep)
+        self.seconds["weights"] = time.monotonic() - started
+
+    def result(self) -> CheckResult:
+        tallies = self.book.tallies
+        rows = [_row(rule, tallies[rule.id]) for rule in RULES.values() if rule.id in tallies]
+        tied: set[str] = set()
+        for row in rows:
+            if row.rule.family in ("identity", "weights"):
+                tied |= tallies[row.rule.id].keys
+        order = {key: place for place, key in enumerate(self.header.entries)}
+        findings = sorted(self.book.findings, key=lambda f: order.get(f.key, -1))
+        return CheckResult(
+            self.header.path, findings, rows, len(self.header.entries),
+            len(tied & self.header.entries.keys()), self.payload_sha256, self.seconds,
+            self.bytes_read,
+        )  # fmt: skip
+
+
+def _row(rule: Rule, tally: Tally) -> RuleRow:
+    return RuleRow(rule, len(tally.keys), tally.values, tally.findings)
+
+
+class _Holder:
+    """Puts whole tensors that go by into the source's cache."""
+
+    def __init__(self, source: Source, wanted: Callable[[str], bool]) -> None:
+        self.source, self.wanted = source, wanted
+        self._parts: list[Array] = []
+
+    def take(self, piece: Piece) -> None:
+        key = piece.entry.key
+        kind = self.source.kinds.get(key)
+        if kind is None or not self.wanted(key):
+            return
+        part = packed(piece.data, piece.entry.dtype, kind)
+        if part.base is not None:
+            part = part.copy()
+        if piece.whole:
+            self.source.put(key, part)
+            return
+        self._parts = [part] if piece.offset == 0 else [*self._parts, part]
+        if piece.last and sum(p.size for p in self._parts) * 4 == piece.entry.nbytes:
+            self.source.put(key, np.concatenate(self._parts))
+            self._parts = []
+
+
+class _Sums:
+    """The checksum of every tensor, where there is a manifest to compare with."""
+
+    def __init__(self, manifest: ManifestEntry | None) -> None:
+        self.manifest = manifest
+        self._sums: dict[str, int] = {}
+
+    def take(self, piece: Piece) -> None:
+        if self.manifest is not None and len(piece.data) % 4 == 0:
+            key = piece.entry.key
+            words = piece.data.view(np.uint32)
+            self._sums[key] = (self._sums.get(key, 0) + checksum(words)) % (1 << 32)
+
+    def close(self, header: Header, book: Book) -> None:
+        """Compare; silent where the keys are not those of the manifest, which other rules report."""
+        known = self.manifest.sums() if self.manifest is not None else []
+        keys = sorted(header.entries)
+        if len(known) != len(keys):
+            return
+        book.applied("tensor checksum", keys)
+        for key, expected in zip(keys, known, strict=True):
+            if self._sums.get(key, 0) != expected:
+                found = f"{self._sums.get(key, 0):08x}"
+                book.report(key, "tensor checksum", f"{expected:08x} as in the manifest", found)
+
+
+class _Beside:
+    """Runs every block's identities in a thread once all of its keys have gone by."""
+
+    def __init__(self, places: list[Place], source: Source) -> None:
+        self.source = source
+        self._places = {place.prefix: place for place in places}
+        self._left = dict.fromkeys(self._places, 0)
+        for key in source.kinds:
+            if (prefix := self._prefix(key)) is not None:
+                self._left[prefix] += 1
+        self._waiting: list[Future[None]] = []
+        self._pool = ThreadPoolExecutor(1)
+
+    def _prefix(self, key: str) -> str | None:
+        """The place that a key belongs to: what stands before the first module's name."""
+        parts = key.split(".")
+        for count in (2, 3, 4):
+            prefix = ".".join(parts[:count]) + "."
+            if prefix in self._places:
+                return prefix
+        return None
+
+    def wanted(self, key: str) -> bool:
+        """Whether an identity will read the key as a whole."""
+        return bool(self._places) and not key.endswith(NOT_HELD)
+
+    def passed(self, key: str) -> None:
+        """Note that a key has gone by."""
+        prefix = self._prefix(key)
+        if prefix is None or key not in self.source.kinds:
+            return
+        self._left[prefix] -= 1
+        if self._left[prefix] == 0:
+            self._start(prefix)
+
+    def _start(self, prefix: str) -> None:
+        while len(self._waiting) >= BLOCKS_WAITING:
+            self._waiting.pop(0).result()
+        self._waiting.append(self._pool.submit(self._run, self._places[prefix]))
+
+    def _run(self, place: Place) -> None:
+        check_place(place)
+        self.source.forget(place.prefix, keep=place.key("out"))
+
+    def __enter__(self) -> "_Beside":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                for prefix in [prefix for prefix, left in self._left.items() if left > 0]:
+                    self._start(prefix)
+                for future in self._waiting:
+                    future.result()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def check_place(place: Place) -> None:
+    """All rules and identities of one block in one pass."""
+    # a damaged file may hold anything; what comes of it is found by its rule, not by a warning
+    with np.errstate(all="ignore"):
+        check_values(place)
+        if place.is_mtp:
+            check_mtp_input(place)
+        check_attention(place)
+        check_compressed(place)
+        check_experts(place)
+        check_streams(place)
+

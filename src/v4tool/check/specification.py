@@ -1,0 +1,219 @@
+"""Which keys a file must have, with which dtypes and shapes, and of which input (SPEC section 6).
+
+Follows `names.recording_keys`. The routed experts depend on the data and are judged by `gate.out.1`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from v4tool.check.rules import Book
+from v4tool.check.source import Source
+from v4tool.config import ModelConfig
+from v4tool.names import (
+    EXPERT,
+    EXPERT_OUTPUTS,
+    Keys,
+    Kind,
+    generic,
+    is_expert,
+    recording_keys,
+)
+from v4tool.record.sweep import Header
+
+INPUT_IDS = "input_ids"
+
+
+@dataclass
+class Expectation:
+    """What a file must be: whose input, how many decode steps, whether keys may be missing.
+
+    ids, decode_ids: as the file itself states them; usable: kinds of the keys that are as they must be.
+    """
+
+    ids: list[int] | None
+    decode_ids: list[int]
+    partial: bool
+    mtp: bool
+    keys: Keys = field(default_factory=dict)
+    usable: dict[str, Kind] = field(default_factory=dict)
+
+
+def expectation(
+    header: Header, config: ModelConfig, *, ids: Sequence[int] | None, partial: bool
+) -> Expectation:
+    """Read from metadata and shapes what the file claims to be; what is missing there comes from `ids`."""
+    stated = stated_ids(header, INPUT_IDS)
+    if stated is None and INPUT_IDS in header.entries:
+        count = int(np.prod(header.entries[INPUT_IDS].shape))
+        stated = list(ids) if ids is not None and len(ids) == count else [0] * count
+    if stated is None and ids is not None:
+        stated = list(ids)
+    decode_ids = stated_ids(header, "decode_ids")
+    if decode_ids is None:
+        decode_ids = [-1] * _decode_steps(header)
+    restricted = any(name in header.metadata for name in ("only", "layers"))
+    mtp = config.mtp_supported and header.metadata.get("mtp") != "false"
+    found = Expectation(stated, decode_ids, partial or restricted, mtp)
+    if stated:
+        found.keys = recording_keys(config, len(stated), len(decode_ids), mtp=mtp)
+    return found
+
+
+def stated_ids(header: Header, name: str) -> list[int] | None:
+    """The ids in the metadata, or None where there are none or no list of numbers."""
+    try:
+        ids = json.loads(header.metadata[name])
+    except (KeyError, ValueError):
+        return None
+    return ids if isinstance(ids, list) and all(type(i) is int for i in ids) else None
+
+
+def _decode_steps(header: Header) -> int:
+    numbers = [key.split(".")[1] for key in header.entries if key.startswith("decode.")]
+    return 1 + max((int(n) for n in numbers if n.isdecimal()), default=-1)
+
+
+def check_keys(header: Header, expected: Expectation, book: Book) -> None:
+    """Names, dtypes and shapes; fills `expected.usable`."""
+    for rule in ("key missing", "key unknown", "dtype", "shape"):
+        book.applied(rule, header.entries)
+    if not expected.keys:
+        book.report(INPUT_IDS, "input ids", "the ids of a prompt", "none in metadata or payload")
+        return
+    for key, entry in header.entries.items():
+        spec = expected.keys.get(generic(key)) if "<E>" not in key else None
+        if spec is None:
+            book.report(key, "key unknown", "a key of this configuration and length", "this key")
+        elif spec.dtype != entry.dtype:
+            book.report(key, "dtype", spec.dtype, entry.dtype)
+        elif not _fits(spec.shape, entry.shape):
+            book.report(key, "shape", list(_shown(spec.shape)), list(entry.shape))
+        elif header.readable(key):
+            expected.usable[key] = spec.kind
+    if not expected.partial:
+        for key in expected.keys.keys() - header.entries.keys():
+            if not is_expert(key):
+                spec = expected.keys[key]
+                book.report(key, "key missing", f"{spec.dtype} {list(spec.shape)}", "no such key")
+
+
+def _fits(wanted: tuple[int | None, ...], found: tuple[int, ...]) -> bool:
+    return len(wanted) == len(found) and all(
+        w in (None, f) for w, f in zip(wanted, found, strict=True)
+    )
+
+
+def _shown(shape: tuple[int | None, ...]) -> list[int | str]:
+    return ["rows" if n is None else n for n in shape]
+
+
+def check_experts(header: Header, expected: Expectation, source: Source, book: Book) -> None:
+    """Experts in complete groups; where `gate.out.1` is recorded, exactly those, with their rows."""
+    groups = _groups(header)
+    for name, outputs in groups.items():
+        book.applied("expert group", [f"{name}.{output}" for output in outputs])
+        for output in set(EXPERT_OUTPUTS) - outputs if not _restricted(header) else ():
+            book.report(f"{name}.{output}", "expert group", "all four keys of an expert", "no such key")
+    for generic_key in expected.keys:
+        if "<E>" in generic_key and generic_key.endswith(".w1.out"):
+            _check_routing(EXPERT.split(generic_key)[0], groups, header, expected, source, book)
+
+
+def _restricted(header: Header) -> bool:
+    """Whether some of an expert's keys may have been left out on request."""
+    return "only" in header.metadata
+
+
+def _groups(header: Header) -> dict[str, set[str]]:
+    groups: dict[str, set[str]] = {}
+    for key in header.entries:
+        if match := EXPERT.search(key):
+            groups.setdefault(key[: match.end() - 1], set()).add(key[match.end() :])
+    return groups
+
+
+def _check_routing(
+    place: str,
+    groups: dict[str, set[str]],
+    header: Header,
+    expected: Expectation,
+    source: Source,
+    book: Book,
+) -> None:
+    """One layer in one pass; `place` ends in `ffn.`."""
+    gate = f"{place}gate.out.1"
+    if gate not in source:
+        return
+    present = {int(name.rsplit(".", 1)[1]): name for name in groups if name.startswith(place)}
+    routes = source.ints(gate)
+    experts, rows = np.unique(routes, return_counts=True)
+    wanted = dict(zip(experts.tolist(), rows.tolist(), strict=True))
+    book.applied("expert routed", [gate], routes.size)
+    if present or not expected.partial:
+        for expert in sorted(wanted.keys() - present.keys()):
+            found = f"no such expert, but {wanted[expert]} tokens in {gate}"
+            book.report(f"{place}experts.{expert}", "expert routed", "recorded", found)
+    for expert in sorted(present.keys() - wanted.keys()):
+        book.report(present[expert], "expert routed", f"named in {gate}", "not named there")
+    for expert in sorted(present.keys() & wanted.keys()):
+        _check_rows(present[expert], groups[present[expert]], wanted[expert], header, source, book)
+
+
+def _check_rows(
+    name: str, outputs: set[str], rows: int, header: Header, source: Source, book: Book
+) -> None:
+    keys = [f"{name}.{output}" for output in sorted(outputs)]
+    book.applied("expert rows", keys)
+    for key in keys:
+        found = header.entries[key].shape
+        if found and found[0] != rows:
+            book.report(key, "expert rows", f"{rows} rows, its tokens in gate.out.1", f"{found[0]}")
+            source.kinds.pop(key, None)
+
+
+def check_ids(
+    header: Header,
+    expected: Expectation,
+    source: Source,
+    book: Book,
+    *,
+    ids: Sequence[int] | None,
+    decode_ids: Sequence[int] | None,
+    case: str,
+) -> None:
+    """The ids in metadata, tensors, case and manifest are the same."""
+    book.applied("input ids", [k for k in header.entries if k.endswith(INPUT_IDS)])
+    stated = stated_ids(header, INPUT_IDS)
+    if stated is None and "__metadata__" not in {f.key for f in header.findings}:
+        found = header.metadata.get(INPUT_IDS, "nothing")
+        book.report(f"__metadata__.{INPUT_IDS}", "input ids", "a JSON list of ids", found)
+    if ids is not None and stated is not None and list(ids) != stated:
+        book.report(
+            f"__metadata__.{INPUT_IDS}", "input ids",
+            f"those of {case or 'the case'}, {_brief(ids)}", _brief(stated),
+        )  # fmt: skip
+    if decode_ids is not None and list(decode_ids) != expected.decode_ids:
+        book.report(
+            "__metadata__.decode_ids", "input ids",
+            f"those of {case or 'the case'}, {_brief(decode_ids)}", _brief(expected.decode_ids),
+        )  # fmt: skip
+    main = stated if stated is not None else list(ids) if ids is not None else None
+    _check_tensor(source, book, INPUT_IDS, main)
+    for number, token in enumerate(expected.decode_ids):
+        known = [token] if token >= 0 else None
+        _check_tensor(source, book, f"decode.{number}.{INPUT_IDS}", known)
+
+
+def _check_tensor(source: Source, book: Book, key: str, ids: list[int] | None) -> None:
+    if key in source and ids is not None:
+        found = source.ints(key).reshape(-1).tolist()
+        if found != ids:
+            book.report(key, "input ids", f"{_brief(ids)} as stated", _brief(found))
+
+
+def _brief(ids: Sequence[int]) -> str:
+    text = ", ".join(map(str, ids[:6]))
+    return f"[{text}, ...] ({len(ids)} ids)" if len(ids) > 6 else f"[{text}]"

@@ -1,0 +1,263 @@
+"""Identities of the residual streams: what enters a block, hyper-connections, norms (SPEC section 5, HC).
+
+The coefficients are recorded rounded to FP32, so a recomputed value is known only to within `FP32_HALF_ULP` of the
+sum of its terms. Where a boundary of BF16 lies that close, both neighbours are accepted, and nowhere else; where
+such a value is not recorded itself but goes on, it is carried as unsure by one BF16 step.
+s tokens, M streams, D dim.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from v4tool.check.attention import norm
+from v4tool.check.bits import FP32_HALF_ULP, F64, Bits, number, order, rounded, same, wide
+from v4tool.check.bounds import Votes, norm_bounds
+from v4tool.check.place import Place
+from v4tool.check.rules import value_of
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Unsure:
+    """Values of which a few are unsure: values F64 [...], spread F64 [...] or None where all are sure.
+
+    spread: how far the real value may lie from the one given, 0 for most.
+    """
+
+    values: F64
+    spread: F64 | None = None
+
+    def __getitem__(self, rows: slice) -> "Unsure":
+        return Unsure(self.values[rows], None if self.spread is None else self.spread[rows])
+
+
+def mixed(coefficients: F64, terms: Unsure) -> tuple[F64, F64 | None]:
+    """Sums of terms and how far they may be off beyond the coefficients' own rounding.
+
+    coefficients [s, J, K], terms [s, K, D] -> [s, J, D], and the same of the terms' spread.
+    """
+    sums = coefficients @ terms.values
+    if terms.spread is None:
+        return sums, None
+    return sums, np.abs(coefficients) @ terms.spread
+
+
+def error_at(where: Indices, coefficients: F64, terms: Unsure, extra: F64 | None) -> F64:
+    """How far the sums at flat indices of [s, J, D] may be off."""
+    s, j, d = np.unravel_index(where, (*coefficients.shape[:2], terms.values.shape[2]))
+    sizes = (np.abs(coefficients[s, j]) * np.abs(terms.values[s, :, d])).sum(-1)
+    error = FP32_HALF_ULP * (1 + 1e-6) * sizes
+    return error if extra is None else error + extra.reshape(-1)[where]
+
+
+def settled(coefficients: F64, terms: Unsure) -> Unsure:
+    """The BF16 value of each sum, and its spread where the sum is too close to a boundary."""
+    sums, extra = mixed(coefficients, terms)
+    bits = rounded(sums)
+    values = wide(bits)
+    where = _close(sums, coefficients, terms, extra)
+    if not where.size:
+        return Unsure(values)
+    error = error_at(where, coefficients, terms, extra)
+    at = sums.reshape(-1)[where]
+    low, high = wide(rounded(at - error)), wide(rounded(at + error))
+    unsure = low != high
+    if not unsure.any():
+        return Unsure(values)
+    spread = np.zeros(values.size)
+    spread[where[unsure]] = (high - low)[unsure]
+    return Unsure(values, spread.reshape(values.shape))
+
+
+def _close(sums: F64, coefficients: F64, terms: Unsure, extra: F64 | None) -> Indices:
+    """Flat indices of the sums that may lie within their error of a BF16 boundary (some too many)."""
+    largest = np.abs(coefficients) @ np.abs(terms.values).max(-1, keepdims=True)
+    words = sums.astype(np.float32)
+    boundary = ((words.view(np.uint32) & np.uint32(0xFFFF0000)) | np.uint32(0x8000)).view(np.float32)
+    distance = np.abs(words - boundary) - np.abs(words) * np.float32(2**-23)
+    near = distance <= (largest * FP32_HALF_ULP * 1.01).astype(np.float32)
+    if extra is not None:
+        near |= extra > 0
+    return np.flatnonzero(near)
+
+
+class Judged:
+    """Recorded values against sums with an error, in pieces; reports once."""
+
+    def __init__(self, place: Place, rule: str, key: str, of: list[str]) -> None:
+        self.place, self.rule, self.key, self.of = place, rule, key, of
+        self.count = self.accepted = self.wrong = 0
+        self.first: tuple[int, str, str] | None = None
+
+    def add(self, start: int, found: Bits, coefficients: F64, terms: Unsure) -> None:
+        """Compare found bits [s, J, D] with the sums; `start`: flat index of the first one."""
+        sums, extra = mixed(coefficients, terms)
+        expected = rounded(sums)
+        self.count += found.size
+        where = np.flatnonzero(~same(found, expected).reshape(-1))
+        if not where.size:
+            return
+        error = error_at(where, coefficients, terms, extra)
+        at, seen = sums.reshape(-1)[where], order(found.reshape(-1)[where])
+        fits = (order(rounded(at - error)) <= seen) & (seen <= order(rounded(at + error)))
+        self.accepted += int(fits.sum())
+        wrong = where[~fits]
+        self.wrong += wrong.size
+        if wrong.size and self.first is None:
+            i = int(wrong[0])
+            shown = [number(value_of(bits.reshape(-1)[i])) for bits in (expected, found)]
+            self.first = (start + i, shown[0], shown[1])
+
+    def close(self) -> None:
+        """Report what was found."""
+        book = self.place.book
+        book.applied(self.rule, [self.key, *self.of], self.count)
+        if self.first is None:
+            return
+        index, expected, found = self.first
+        book.report(
+            self.key,
+            self.rule,
+            f"{expected} at {book.place(self.key, index, (self.count,))} (from {', '.join(self.of)})",
+            f"{found}; {self.wrong} of {self.count} values differ",
+        )
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What enters a block: where it comes from, and how to read some tokens of it."""
+
+    place: Place
+    of: list[str]
+
+    @classmethod
+    def before(cls, place: Place) -> "Streams | None":
+        """The streams that enter the block, or None where the file lacks what they are made of."""
+        if place.is_mtp:
+            of = [place.key("e_proj.out"), place.key("h_proj.out")]
+        elif place.layer == 0:
+            of = [place.pass_prefix + "embed.out"]
+        else:
+            of = [f"{place.pass_prefix}layers.{place.layer - 1}.out"]
+        return cls(place, of) if place.source.has(*of) else None
+
+    def read(self, start: int, stop: int) -> F64:
+        """BF16 values of some tokens: F64 [s, M, D]."""
+        source, place = self.place.source, self.place
+        values = wide(source.bits(self.of[0], start, stop))
+        if place.is_mtp:
+            values = values[:, None] + wide(source.bits(self.of[1], start, stop))
+            return wide(rounded(values))
+        if place.layer == 0:
+            return np.repeat(values[:, None], place.config.hc_mult, 1)
+        return values
+
+
+def check_streams(place: Place) -> None:
+    """Norms of the mixed streams, and the streams that leave the block."""
+    entering = Streams.before(place)
+    if entering is None or not place.has("hc_attn.pre"):
+        return
+    attn = _Norm(place, "attn_norm", "attn_norm.out", [*entering.of, place.key("hc_attn.pre")])
+    middle = [place.key(f"hc_attn.{name}") for name in ("post", "comb")] + [place.key("attn.out")]
+    goes_on = place.source.has(*middle) and place.has("hc_ffn.pre")
+    ffn = _Norm(place, "ffn_norm", "ffn_norm.out", [*entering.of, *middle, place.key("hc_ffn.pre")])
+    last = [place.key(f"hc_ffn.{name}") for name in ("post", "comb")] + [place.key("ffn.out")]
+    leaving = place.key("out")
+    ends = goes_on and not place.is_mtp and place.source.has(leaving, *last)
+    judged = Judged(place, "streams", leaving, [*entering.of, *middle, *last])
+    width = place.config.hc_mult * place.config.dim
+    for start, stop in place.pieces(width):
+        x = Unsure(entering.read(start, stop))
+        attn.add(start, stop, settled(_pre(place, "hc_attn", start, stop), x))
+        if not goes_on:
+            continue
+        x = settled(*_post(place, "hc_attn", "attn.out", x, start, stop))
+        ffn.add(start, stop, settled(_pre(place, "hc_ffn", start, stop), x))
+        if ends:
+            found = place.source.bits(leaving, start, stop)
+            post = _post(place, "hc_ffn", "ffn.out", x, start, stop)
+            judged.add(start * width, found, *post)
+    attn.close()
+    if goes_on:
+        ffn.close()
+    if ends:
+        judged.close()
+
+
+def _pre(place: Place, name: str, start: int, stop: int) -> F64:
+    """`pre` of some tokens as coefficients [s, 1, M]."""
+    return place.source.floats(place.key(f"{name}.pre"), start, stop).astype(np.float64)[:, None]
+
+
+def _post(
+    place: Place, name: str, result: str, x: Unsure, start: int, stop: int
+) -> tuple[F64, Unsure]:
+    """Coefficients [s, M, 1 + M] and terms [s, 1 + M, D] of hc_post: the sublayer's result, then the streams."""
+    source = place.source
+    post = source.floats(place.key(f"{name}.post"), start, stop).astype(np.float64)
+    comb = source.floats(place.key(f"{name}.comb"), start, stop).astype(np.float64)
+    coefficients = np.concatenate([post[..., None], comb.swapaxes(1, 2)], axis=2)
+    y = wide(source.bits(place.key(result), start, stop))[:, None]
+    values = np.concatenate([y, x.values], axis=1)
+    if x.spread is None:
+        return coefficients, Unsure(values)
+    return coefficients, Unsure(values, np.concatenate([np.zeros_like(y), x.spread], axis=1))
+
+
+class _Norm:
+    """A norm whose input is the mixed streams and whose weight is unknown."""
+
+    def __init__(self, place: Place, rule: str, out: str, of: list[str]) -> None:
+        self.place, self.rule, self.out = place, rule, out
+        self.votes = Votes(place.key(out), tuple(of), place.config.dim, discrete=True)
+
+    def add(self, start: int, stop: int, y: Unsure) -> None:
+        """Take some tokens' mixed streams, [s, 1, D]."""
+        if self.place.has(self.out):
+            out = self.place.source.bits(self.place.key(self.out), start, stop)
+            spread = None if y.spread is None else y.spread[:, 0]
+            self.votes.add(*norm_bounds(out, y.values[:, 0], self.place.config.norm_eps, spread))
+
+    def close(self) -> None:
+        """Judge the weight."""
+        if self.votes.rows:
+            name = f"weight of {self.place.weights}{self.out.removesuffix('.out')}"
+            self.place.unknowns.add(self.rule, name, self.votes)
+
+
+def check_mtp_input(place: Place) -> None:
+    """What enters the MTP block: norms of embedding and streams, projections of equal inputs, logits."""
+    source = place.source
+    norm(place, "enorm", "embed.out", "enorm.out")
+    _check_hnorm(place)
+    if place.has("enorm.out"):
+        rows = source.bits(place.key("enorm.out"))
+        place.sameness.tie(place.weights, [rows], place.prefix, ["e_proj.out"], "enorm.out")
+    if place.has("hnorm.out"):
+        rows = source.bits(place.key("hnorm.out")).reshape(-1, place.config.dim)
+        place.sameness.tie(place.weights, [rows], place.prefix, ["h_proj.out"], "hnorm.out")
+    for name in ("out", "logits.out"):
+        if place.has(name, "head.out"):
+            of = place.key("head.out")
+            found, expected = source.floats(place.key(name)), source.floats(of)
+            words = [values.view(np.uint32) for values in (found, expected)]
+            place.book.equal("logits", place.key(name), words[0], words[1], [of])
+
+
+def _check_hnorm(place: Place) -> None:
+    """The prefill norms every position's streams of the last layer, the decode step the last position's."""
+    streams = f"layers.{place.config.n_layers - 1}.out"
+    if not (place.has("hnorm.out") and streams in place.source):
+        return
+    source, dim, tokens = place.source, place.config.dim, place.step.tokens
+    first = source.count(streams) - tokens
+    votes = Votes(place.key("hnorm.out"), (streams,), dim, discrete=True)
+    for start, stop in place.pieces(place.config.hc_mult * dim):
+        x = wide(source.bits(streams, first + start, first + stop)).reshape(-1, dim)
+        out = source.bits(place.key("hnorm.out"), start, stop).reshape(-1, dim)
+        votes.add(*norm_bounds(out, x, place.config.norm_eps))
+    place.unknowns.add("hnorm", f"weight of {place.weights}hnorm", votes)

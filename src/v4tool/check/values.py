@@ -1,0 +1,241 @@
+"""Rules about single keys: finite and BF16 values as the file goes by; tables, gates and coefficients (SPEC 4 to 6)."""
+
+import math
+
+import numpy as np
+
+from v4tool.check.attention import TABLE
+from v4tool.check.bits import F64, Ints, at, number
+from v4tool.check.formulas import allowed_blocks
+from v4tool.check.place import Place
+from v4tool.check.rules import Book
+from v4tool.names import Kind, has_indexer, table_offset, window_columns
+from v4tool.record.sweep import Bytes, Piece
+
+INFINITY = np.int32(0x7F800000)
+NEGATIVE_INFINITY = np.uint32(0xFF800000)
+FP32_ULP = 2.0**-23
+
+
+class ValueRules:
+    """`finite` and `bf16` for the FP32 keys of a file that goes by in pieces; one finding a key and rule."""
+
+    def __init__(self, book: Book, kinds: dict[str, Kind]) -> None:
+        self.book, self.kinds = book, kinds
+        self._wrong: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
+        self._values = {"finite": 0, "bf16": 0}
+        self._keys: dict[str, set[str]] = {"finite": set(), "bf16": set()}
+
+    def take(self, piece: Piece) -> None:
+        """Judge some values of an FP32 tensor."""
+        entry, words = piece.entry, piece.data.view(np.int32)
+        if not words.size:
+            return
+        self._note("finite", entry.key, words.size)
+        if words.max() >= INFINITY or words.view(np.uint32).max() >= NEGATIVE_INFINITY:
+            bad = (words & np.int32(0x7FFFFFFF)) >= INFINITY
+            self._keep(entry.key, "finite", piece, bad)
+        if self.kinds.get(entry.key) == "bf16":
+            self._note("bf16", entry.key, words.size)
+            if int(np.bitwise_or.reduce(words)) & 0xFFFF:
+                self._keep(entry.key, "bf16", piece, (words & np.int32(0xFFFF)) != 0)
+
+    def _note(self, rule: str, key: str, values: int) -> None:
+        self._keys[rule].add(key)
+        self._values[rule] += values
+
+    def _keep(self, key: str, rule: str, piece: Piece, bad: np.ndarray) -> None:  # type: ignore[type-arg]
+        where = np.flatnonzero(bad)
+        value = piece.data.view(np.float32)[where[0]]
+        first = piece.offset // 4 + int(where[0])
+        self._wrong.setdefault((key, rule), []).append((first, where.size, number(value)))
+
+    def close(self) -> None:
+        """Put everything into the book."""
+        for rule, keys in self._keys.items():
+            self.book.applied(rule, keys, self._values[rule])
+        expected = {"finite": "finite values", "bf16": "values with 16 low bits of 0"}
+        for (key, rule), found in self._wrong.items():
+            first, _, value = found[0]
+            place = at(first, self.book.shapes[key])
+            count = sum(n for _, n, _ in found)
+            self.book.report(key, rule, expected[rule], f"{value} at {place}; {count} values")
+
+
+def as_words(data: Bytes) -> bool:
+    """Whether some bytes are whole FP32 words where numpy can see them as such."""
+    return len(data) % 4 == 0
+
+
+def check_values(place: Place) -> None:
+    """All rules about single keys of one block in one pass."""
+    check_tables(place)
+    check_gate(place)
+    for name in ("hc_attn", "hc_ffn"):
+        check_coefficients(place, name)
+
+
+def check_tables(place: Place) -> None:
+    """Range, causality, -1 and duplicates of `topk_idxs` and `indexer.out`."""
+    config, step = place.config, place.step
+    offset = table_offset(config, step)
+    if place.has(TABLE):
+        table = place.source.ints(place.key(TABLE))
+        columns = window_columns(config, step)
+        newest = np.arange(step.tokens)[:, None] if step.start == 0 else config.window_size - 1
+        known = min(config.window_size, step.end)
+        lengths = np.minimum(np.arange(step.start + 1, step.end + 1), known)
+        _check_part(place, TABLE, table[:, :columns], 0, newest, lengths)
+        if place.ratio:
+            _check_blocks(place, TABLE, table[:, columns:], offset)
+        _check_duplicates(place, TABLE, table)
+    if has_indexer(place.ratio) and place.has("attn.indexer.out"):
+        chosen = place.source.ints(place.key("attn.indexer.out"))
+        _check_blocks(place, "attn.indexer.out", chosen, offset)
+        _check_duplicates(place, "attn.indexer.out", chosen)
+
+
+def _check_blocks(place: Place, name: str, part: Ints, offset: int) -> None:
+    """Compressed blocks: those complete for the query, as many as are allowed and fit."""
+    allowed = allowed_blocks(place.step, place.ratio)
+    newest = offset + allowed[:, None] - 1
+    _check_part(place, name, part, offset, newest, np.minimum(allowed, part.shape[1]))
+
+
+def _check_part(
+    place: Place, name: str, part: Ints, first: int, newest: Ints | int, lengths: Ints
+) -> None:
+    """Entries between first and newest, and as many of them as there must be; the rest -1."""
+    key = place.key(name)
+    place.book.applied("index range", [key], part.size)
+    real = part >= 0
+    outside = (part < -1) | (real & ((part < first) | (part > newest)))
+    row_wrong = outside.any(1) | (real.sum(1) != lengths)
+    if row_wrong.any():
+        row = int(np.flatnonzero(row_wrong)[0])
+        top = newest if isinstance(newest, int) else int(newest[row, 0])
+        place.book.report(
+            key,
+            "index range",
+            f"{lengths[row]} indices in {first} ... {top}, else -1, for token {row}",
+            f"{_shown(part[row])}; {int(row_wrong.sum())} tokens",
+        )
+
+
+def _check_duplicates(place: Place, name: str, table: Ints) -> None:
+    key = place.key(name)
+    place.book.applied("index duplicate", [key], table.size)
+    ordered = np.sort(table, axis=1)
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
+    if twice.any():
+        row = int(np.flatnonzero(twice)[0])
+        found = f"{_shown(table[row])} for token {row}; {int(twice.sum())} tokens"
+        place.book.report(key, "index duplicate", "different indices", found)
+
+
+def _shown(row: Ints) -> str:
+    text = ", ".join(map(str, row[:8].tolist()))
+    return f"[{text}{', ...' if len(row) > 8 else ''}]"
+
+
+def check_gate(place: Place) -> None:
+    """Experts in range and different; gate weights positive, summing to route_scale.
+
+    The sum is bounded by the rounding of each weight to FP32.
+    """
+    config, source = place.config, place.source
+    if place.has("ffn.gate.out.1"):
+        key = place.key("ffn.gate.out.1")
+        experts = np.sort(source.ints(key), axis=1)
+        place.book.applied("expert range", [key], experts.size)
+        wrong = (experts[:, 0] < 0) | (experts[:, -1] >= config.n_routed_experts)
+        wrong |= (experts[:, 1:] == experts[:, :-1]).any(1)
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            found = f"{_shown(source.ints(key)[row])} for token {row}; {int(wrong.sum())} tokens"
+            expected = f"different experts below {config.n_routed_experts}"
+            place.book.report(key, "expert range", expected, found)
+    if place.has("ffn.gate.out.0"):
+        key = place.key("ffn.gate.out.0")
+        weights = source.floats(key).astype(np.float64)
+        place.book.applied("gate sum", [key], weights.size)
+        off = np.abs(weights.sum(1) - config.route_scale)
+        wrong = (off > config.route_scale * FP32_ULP) | (weights < 0).any(1)
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            place.book.report(
+                key,
+                "gate sum",
+                f"weights from 0 up that sum to {config.route_scale}",
+                f"{number(weights[row].sum())} for token {row}; {int(wrong.sum())} tokens",
+            )
+
+
+def check_coefficients(place: Place, name: str) -> None:
+    """Ranges of `pre` and `post`, and how nearly doubly stochastic `comb` is."""
+    source, eps = place.source, place.config.hc_eps
+    for part, low, high in (("pre", 0.0, 1 + eps), ("post", 0.0, 2.0)):
+        key = place.key(f"{name}.{part}")
+        if key not in source:
+            continue
+        values = source.floats(key).astype(np.float64)
+        place.book.applied(f"hc {part}", [key], values.size)
+        wrong = (values < low) | (values > high * (1 + FP32_ULP))
+        if part == "pre":
+            wrong |= values == 0
+        if wrong.any():
+            i = int(np.flatnonzero(wrong)[0])
+            found = f"{number(values.reshape(-1)[i])}; {int(wrong.sum())} values"
+            open_end = "(" if part == "pre" else "["
+            place.book.report(key, f"hc {part}", f"{open_end}{low}, {number(high)}]", found)
+    key = place.key(f"{name}.comb")
+    if key in source:
+        _check_comb(place, key, source.floats(key).astype(np.float64))
+
+
+def _check_comb(place: Place, key: str, comb: F64) -> None:
+    columns = np.abs(comb.sum(1) - 1).max(-1)
+    rows = np.abs(comb.sum(2) - 1).max(-1)
+    of_rows = row_residual(comb, place.config.hc_sinkhorn_iters, place.config.hc_eps)
+    of_columns = column_residual(comb, place.config.hc_eps)
+    place.book.applied("hc comb", [key], comb.size)
+    wrong = (columns > of_columns) | (rows > of_rows) | (comb < 0).any((1, 2))
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        place.book.report(
+            key,
+            "hc comb",
+            f"columns that sum to 1 within {of_columns[row]:.1e}, rows within {of_rows[row]:.1e}",
+            f"{columns[row]:.1e} and {rows[row]:.1e} for token {row}; {int(wrong.sum())} tokens",
+        )
+
+
+def spread(comb: F64) -> F64:
+    """The projective diameter of each matrix: log of its largest cross-ratio, [s, M, M] -> [s].
+
+    Scaling rows and columns does not change it, so the end of the iteration tells it of the beginning.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(comb)
+        ratios = logs[:, :, None, :] - logs[:, None, :, :]
+        return np.nan_to_num(ratios.max(-1) - ratios.min(-1), nan=np.inf).max((1, 2))
+
+
+def row_residual(comb: F64, iterations: int, eps: float) -> F64:
+    """How far a row's sum may be from 1 after the last column step: [s, M, M] -> [s].
+
+    Birkhoff: a positive matrix contracts Hilbert's metric by k = tanh(spread / 4), so each half step brings the
+    row sums nearer to each other by k; after softmax (entries eps ... 1 + eps) they are at most log((1 + eps) / eps)
+    apart. On top of it come the eps in each division, M * eps a half step with a geometric sum, and FP32.
+    """
+    m = comb.shape[-1]
+    k = np.tanh(spread(comb) / 4)
+    apart = math.log((1 + eps) / eps) * k ** (2 * iterations - 1)
+    kept = np.minimum(1 / np.maximum(1 - k, 1e-300), 2.0 * iterations)
+    return np.asarray(np.expm1(np.minimum(apart + 2 * m * eps * kept, 50)) + m * FP32_ULP)
+
+
+def column_residual(comb: F64, eps: float) -> F64:
+    """How far a column's sum may be from 1: the eps beside its sum in the last division, and FP32."""
+    m = comb.shape[-1]
+    return np.full(len(comb), m * eps + m * FP32_ULP)
