@@ -194,17 +194,25 @@ def _complete_or_nothing(directory: Path, size: int) -> Iterator[Path]:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _sole_writer(partial):
-            _require_space(partial, size)
             try:
+                _require_space(partial, size)
                 yield partial
-                partial.rename(directory)
+                _rename(partial, directory)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
     except OSError as e:
-        if e.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            raise OutputError(f"{directory}: was made by another process meanwhile") from None
-        raise OutputError(f"{directory}: cannot be written: {e.strerror or e}") from None
+        where = f" ({e.filename})" if e.filename else ""
+        raise OutputError(f"{directory}: cannot be written: {e.strerror}{where}") from None
+
+
+def _rename(partial: Path, directory: Path) -> None:
+    try:
+        partial.rename(directory)
+    except OSError as e:
+        if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise OutputError(f"{directory}: was made by another process meanwhile") from None
 
 
 @contextmanager
@@ -234,5 +242,4 @@ def _lock(fd: int, partial: Path) -> bool:
 def _require_space(partial: Path, size: int) -> None:
     free = shutil.disk_usage(partial).free
     if free < size:
-        partial.rmdir()
         raise OutputError(f"{partial.parent}: expected {size} bytes of free space, found {free}")

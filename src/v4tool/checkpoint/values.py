@@ -54,7 +54,7 @@ SCALE_STEPS = (-2, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 2)
 def tensor_bytes(
     name: str, specs: Mapping[str, TensorSpec], config: ModelConfig, seed: int
 ) -> Iterator[bytes]:
-    """A tensor's stored bytes in pieces of at most CHUNK (the hash table in one piece)."""
+    """A tensor's stored bytes in pieces: some hundred KB at most, but the hash table whole."""
     spec = specs[name]
     words = _bit_generator(name, seed)
     if spec.dtype == "I8":
