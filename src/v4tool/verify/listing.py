@@ -1,7 +1,7 @@
 """The nodes of a description: what each declares, and which keys of a recording are its outputs.
 
-Nothing is run. A key belongs to the node whose output pattern leaves least of it to placeholders, if
-the checkpoint has the weights that the node would then load.
+Nothing is run. A key belongs to the node whose output pattern leaves least of it to placeholders,
+if the checkpoint has the weights that the node would then load.
 """
 
 import re
@@ -15,6 +15,7 @@ from v4tool.verify.sources import OWN_DESCRIPTION, is_input
 
 LEADING = r"mtp\.\d+\.\w+\.|(?:decode\.\d+\.)?(?:layers\.\d+\.)?"
 """What a placeholder at the front of a key stands for: a pass and a block."""
+VALUES = {"layer": r"\d+", "expert": r"\d+|<E>", "phase": r"\w+"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def _info(spec: NodeSpec, keys: list[str]) -> NodeInfo:
 def _owner(key: str, nodes: Iterable[NodeSpec], weights: Container[str]) -> str | None:
     """The node that a key is an output of: least left to placeholders, then most weights."""
     candidates = [
-        (_free(output, values), -len(spec.weights), place, spec.name)
+        (sum(map(len, values.values())), -len(spec.weights), place, spec.name)
         for place, spec in enumerate(nodes)
         for output in spec.keys
         for values in [_bind(output, key)]
@@ -78,19 +79,13 @@ def _owner(key: str, nodes: Iterable[NodeSpec], weights: Container[str]) -> str 
     return min(candidates)[-1] if candidates else None
 
 
-def _free(output: str, values: dict[str, str]) -> int:
-    """Characters of the key that placeholders other than a leading one stand for."""
-    places = PLACEHOLDER.finditer(output)
-    return sum(len(values[place[1]]) for place in places if place.start() > 0)
-
-
 def _bind(output: str, key: str) -> dict[str, str] | None:
     """The templates' values if the key is of this form."""
     pattern, last = "", 0
     for place in PLACEHOLDER.finditer(output):
         pattern += re.escape(output[last : place.start()])
         seen = f"(?P<{place[1]}>" in pattern
-        inner = LEADING if place.start() == 0 else r"[\w.<>]+"
+        inner = LEADING if place.start() == 0 else VALUES.get(place[1], r"[\w.<>]+")
         pattern += f"(?P={place[1]})" if seen else f"(?P<{place[1]}>{inner})"
         last = place.end()
     match = re.fullmatch(pattern + re.escape(output[last:]), key)

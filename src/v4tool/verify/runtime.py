@@ -91,7 +91,7 @@ class Runtime:
     namespace: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._keys = frozenset(self.recording.keys())
+        self._keys = frozenset(self.recording.specs)
         self._frames: list[Frame] = []
         self._pass, self._outer, self._inner = 0, 0, 0
         self._unkeyed: dict[int, tuple[Tensor, ValueRef, int]] = {}

@@ -4,12 +4,14 @@ as they are."""
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from v4tool.checkpoint.shards import Checkpoint
+from v4tool.record.reader import Recording
 
 OWN_DESCRIPTION = Path(__file__).with_name("model.vt")
 INPUT = re.compile(r"(decode\.\d+\.)?input_ids")
@@ -22,18 +24,35 @@ class Weights(Protocol):
     def __call__(self, key: str) -> Tensor: ...
 
 
-class Recorded(Protocol):
-    """A recording: keys and tensors (see `record.reader.Recording`)."""
+class Recorded:
+    """A recording's tensors, each a copy; the file is mapped anew every `AT_ONCE` bytes.
 
-    metadata: dict[str, str]
+    What is mapped and was touched counts as resident until it is let go: of a file of 5 GiB that
+    would be all of it.
+    """
 
-    def keys(self) -> list[str]: ...
+    AT_ONCE = 1 << 28
 
-    def spec(self, key: str) -> tuple[str, tuple[int, ...]]: ...
+    def __init__(self, path: Path) -> None:
+        with Recording.open(path) as recording:
+            self.metadata, self.specs = recording.metadata, recording.specs
+        self.path = path
+        self._taken = 0
+        self._file: Any = safe_open(str(path), framework="pt")
 
-    def read(self, key: str) -> Tensor: ...
+    def __contains__(self, key: object) -> bool:
+        return key in self.specs
 
-    def __contains__(self, key: object) -> bool: ...
+    def read(self, key: str) -> Tensor:
+        """One tensor; KeyError if the recording has no such key."""
+        if key not in self.specs:
+            raise KeyError(key)
+        if self._taken > self.AT_ONCE:
+            self._taken = 0
+            self._file = safe_open(str(self.path), framework="pt")
+        value: Tensor = self._file.get_tensor(key).clone()
+        self._taken += value.nbytes
+        return value
 
 
 class CheckpointWeights:

@@ -22,7 +22,6 @@ from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import ModelConfig
 from v4tool.errors import Finding, InputError, VtError
 from v4tool.names import Keys, layer_of, recording_keys
-from v4tool.record.reader import Recording
 from v4tool.verify.compare import Rule
 from v4tool.verify.language import Description, read_description
 from v4tool.verify.results import Coverage, NodeResult, VerifyResult
@@ -91,30 +90,30 @@ def verify_file(
     started = time.perf_counter()
     path, directory = Path(recording_path), Path(checkpoint_dir)
     description = read_description(vt_file or OWN_DESCRIPTION)
-    with Recording.open(path) as recording:
-        checkpoint = _open_checkpoint(directory, recording)
-        config = checkpoint.config
-        partial = partial or any(name in recording.metadata for name in SELECTED)
-        _check_request(description, config, node, layer, jobs)
-        rule = _rule(recording, atol, rtol, exact, own=vt_file is None)
-        keys = recording.keys()
-        tokens, decode = _tokens(recording), decode_steps(keys)
-        mtp = config.mtp_supported and (not partial or any(k.startswith("mtp.") for k in keys))
-        known = _known(config, tokens, decode, mtp=mtp)
-        scope = Scope(
-            units=_units_of(layer),
-            last_layer=_last_layer(config, keys, layer, partial=partial),
-            mtp=mtp and layer is None,
-            chained=chained,
-            partial=partial,
-            known=frozenset(known) if vt_file is not None else None,
-            fail_fast=fail_fast,
-        )
-        job = Job(path, directory, description.path, rule, scope, threads, tokens, decode)
-        if tokens:
-            found = _run(job, description, recording, checkpoint, jobs, progress)
-        else:
-            found = _Found([], [_no_ids(recording)])
+    recording = Recorded(path)
+    checkpoint = _open_checkpoint(directory, recording)
+    config = checkpoint.config
+    partial = partial or any(name in recording.metadata for name in SELECTED)
+    _check_request(description, config, node, layer, jobs)
+    rule = _rule(recording, atol, rtol, exact, own=vt_file is None)
+    keys = list(recording.specs)
+    tokens, decode = _tokens(recording), decode_steps(keys)
+    mtp = config.mtp_supported and (not partial or any(k.startswith("mtp.") for k in keys))
+    known = _known(config, tokens, decode, mtp=mtp)
+    scope = Scope(
+        units=_units_of(layer),
+        last_layer=_last_layer(config, keys, layer, partial=partial),
+        mtp=mtp and layer is None,
+        chained=chained,
+        partial=partial,
+        known=frozenset(known) if vt_file is not None else None,
+        fail_fast=fail_fast,
+    )
+    job = Job(path, directory, description.path, rule, scope, threads, tokens, decode)
+    if tokens:
+        found = _run(job, description, recording, checkpoint, jobs, progress)
+    else:
+        found = _Found([], [_no_ids(recording)])
     checkpoint.close()
     nodes = tuple(sorted(found.nodes, key=lambda result: result.order))
     restricted = node is not None or layer is not None
@@ -150,7 +149,7 @@ def verify_file(
 # -------------------------------------------------------------------- what is asked for
 
 
-def _open_checkpoint(directory: Path, recording: Recording) -> Checkpoint:
+def _open_checkpoint(directory: Path, recording: Recorded) -> Checkpoint:
     """The checkpoint; one whose MTP is of another design will do for a recording without MTP."""
     selected = not set(SELECTED).isdisjoint(recording.metadata)
     recorded = any(key.startswith("mtp.") for key in recording.specs)
@@ -171,7 +170,7 @@ def _check_request(
         raise VtError(f"{description.path.name}: no node {PREFILL}, which runs the whole prefill")
 
 
-def _rule(recording: Recording, atol: float, rtol: float, exact: bool | None, *, own: bool) -> Rule:
+def _rule(recording: Recorded, atol: float, rtol: float, exact: bool | None, *, own: bool) -> Rule:
     """Exact by default where the arithmetic leaves no freedom (SPEC 4): binary64 and the own
     description."""
     binary64 = recording.metadata.get("accumulate", "float64") == "float64"
@@ -183,14 +182,14 @@ def _tokens(recording: Recorded) -> int:
     """Length of the prompt, 0 where the recording does not hold its ids."""
     if "input_ids" not in recording:
         return 0
-    shape = recording.spec("input_ids")[1]
+    shape = recording.specs["input_ids"][1]
     return shape[1] if len(shape) == 2 and shape[0] == 1 else 0
 
 
 def _no_ids(recording: Recorded) -> Finding:
     found = "none"
     if "input_ids" in recording:
-        found = str(list(recording.spec("input_ids")[1]))
+        found = str(list(recording.specs["input_ids"][1]))
     return Finding("input_ids", "the prompt's ids are needed", "I64 [1, tokens]", found)
 
 
@@ -229,7 +228,7 @@ class _Found:
 def _run(
     job: Job,
     description: Description,
-    recording: Recording,
+    recording: Recorded,
     checkpoint: Checkpoint,
     jobs: int,
     progress: Progress | None,
@@ -306,18 +305,15 @@ def _context() -> BaseContext:
 def _task(job: Job) -> _Found:
     """One group of units, in a process of its own."""
     description = read_description(job.description)
-    with Recording.open(job.recording) as recording:
-        checkpoint = _open_checkpoint(job.checkpoint, recording)
-        try:
-            return _passes(job, description, recording, checkpoint, lambda place: None)
-        finally:
-            checkpoint.close()
+    recording = Recorded(job.recording)
+    with _open_checkpoint(job.checkpoint, recording) as checkpoint:
+        return _passes(job, description, recording, checkpoint, lambda place: None)
 
 
 def _passes(
     job: Job,
     description: Description,
-    recording: Recording,
+    recording: Recorded,
     checkpoint: Checkpoint,
     watch: Callable[[str], None],
 ) -> _Found:
