@@ -8,16 +8,18 @@ import math
 import torch
 from torch import Tensor
 
+from v4tool.config import Numerics
 from v4tool.model.compress import Rotary, compressor, indexer, quantize_kv
 from v4tool.model.layers import ordered_sum, rotate, rotated_part, unit_rms
-from v4tool.model.scope import LayerState, Scope, Segment
+from v4tool.model.scope import LayerState, Scope, Segment, one_thread
 from v4tool.names import Step, compressed_columns, has_indexer, table_offset
+from v4tool.quant._workers import spread
 from v4tool.quant.activation import to_bf16
-from v4tool.quant.linear import grouped_linear
+from v4tool.quant.linear import grouped_linear, linear_hi
 
 TABLE_BLOCK = 64
 """Table entries that the release's kernel takes at a time; the running maximum moves between blocks."""
-QUERIES_AT_ONCE = 16
+QUERIES_AT_ONCE = 8
 """Queries whose gathered keys are held at a time: the memory of the core does not grow with the prompt."""
 
 
@@ -58,35 +60,51 @@ def attended_rows(state: LayerState, step: Step, kv: Tensor, blocks: Tensor | No
 
 
 def sparse_attn(
-    q_sHC: Tensor, kv_nC: Tensor, table_sm: Tensor, sink_H: Tensor, acc: torch.dtype
+    q_sHC: Tensor, kv_nC: Tensor, table_sm: Tensor, sink_H: Tensor, numerics: Numerics
 ) -> Tensor:
     """Attention of every query over the rows its table names, with a sink (SPEC 5, step 6).
 
     q BF16 [s, H, C], kv BF16 [n, C], table integer [s, m] (-1: no row), sink acc [H] -> BF16 [s, H, C].
     Online softmax over blocks of 64 entries in order; the numerator takes BF16(p), the denominator p.
     """
-    pieces = zip(q_sHC.split(QUERIES_AT_ONCE), table_sm.split(QUERIES_AT_ONCE), strict=True)
-    return torch.cat([_attend(q.to(acc), kv_nC, table, sink_H) for q, table in pieces])
+    out, alone = torch.empty_like(q_sHC), one_thread(numerics)
+    pieces = list(zip(*(x.split(QUERIES_AT_ONCE) for x in (out, q_sHC, table_sm)), strict=True))
+
+    def task(i: int) -> None:
+        result, q, table = pieces[i]
+        result.copy_(_attend(q, kv_nC, table, sink_H, alone))
+
+    spread(task, len(pieces), numerics.threads)
+    return out
 
 
-def _attend(q_sHC: Tensor, kv_nC: Tensor, table_sm: Tensor, sink_H: Tensor) -> Tensor:
-    scale = q_sHC.shape[-1] ** -0.5
-    highest = q_sHC.new_full(q_sHC.shape[:2], -math.inf)
-    numerator, denominator = torch.zeros_like(q_sHC), torch.zeros_like(highest)
-    for entries in table_sm.split(TABLE_BLOCK, dim=1):
-        rows = kv_nC[entries.clamp(min=0)].to(q_sHC.dtype)
-        scores = (q_sHC @ rows.transpose(1, 2)) * scale
-        scores = scores.masked_fill((entries < 0).unsqueeze(1), -math.inf)
+def _attend(
+    q_sHC: Tensor, kv_nC: Tensor, table_sm: Tensor, sink_H: Tensor, numerics: Numerics
+) -> Tensor:
+    rows_smC = kv_nC.index_select(0, table_sm.clamp(min=0).flatten()).unflatten(0, table_sm.shape)
+    scores_sHm = _products(q_sHC, rows_smC, numerics) * q_sHC.shape[-1] ** -0.5
+    scores_sHm.masked_fill_((table_sm < 0).unsqueeze(1), -math.inf)
+    highest = scores_sHm.new_full(q_sHC.shape[:2], -math.inf)
+    numerator, denominator = scores_sHm.new_zeros(q_sHC.shape), torch.zeros_like(highest)
+    for scores, rows in zip(
+        scores_sHm.split(TABLE_BLOCK, -1), rows_smC.split(TABLE_BLOCK, 1), strict=True
+    ):
         higher = torch.maximum(highest, scores.amax(-1))
         # a block without any row leaves the maximum at -inf; exp(-inf - -inf) would be NaN
         base = higher.masked_fill(higher == -math.inf, 0.0)
         p = torch.exp(scores - base.unsqueeze(-1))
         rescale = torch.exp(highest - base)
         denominator = denominator * rescale + ordered_sum(p)
-        numerator = numerator * rescale.unsqueeze(-1) + to_bf16(p).to(p.dtype) @ rows
+        numerator *= rescale.unsqueeze(-1)
+        numerator += _products(to_bf16(p), rows.transpose(1, 2), numerics)
         highest = higher
     denominator = denominator + torch.exp(sink_H - highest)
-    return to_bf16(numerator / denominator.unsqueeze(-1))
+    return to_bf16(numerator.div_(denominator.unsqueeze(-1)))
+
+
+def _products(x_sMK: Tensor, w_sNK: Tensor, numerics: Numerics) -> Tensor:
+    """Each query's product, in the order of `linear_hi` and not of a library: BF16 twice -> acc [s, M, N]."""
+    return torch.stack([linear_hi(x, w, numerics) for x, w in zip(x_sMK, w_sNK, strict=True)])
 
 
 def queries(scope: Scope, x_TD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -94,7 +112,8 @@ def queries(scope: Scope, x_TD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]
     config = scope.config
     qr = scope.tap("q_norm.out", scope.norm("q_norm", scope.linear("wq_a", x_TD)))
     q = scope.linear("wq_b", qr).unflatten(-1, (config.n_heads, config.head_dim))
-    return qr, rotary.rotate_batch(unit_rms(q, config.norm_eps, scope.acc))
+    q = unit_rms(q, config.norm_eps, scope.acc, threads=scope.threads)
+    return qr, rotary.rotate_batch(q)
 
 
 def keys_values(scope: Scope, x_TD: Tensor, rotary: Rotary) -> Tensor:
@@ -141,7 +160,7 @@ def core(
     scope.tap_for(segment, "sparse_attn.in.q", q_sHC.unsqueeze(0))
     scope.tap_for(segment, "sparse_attn.in.kv", rows.unsqueeze(0))
     scope.tap_for(segment, "sparse_attn.in.topk_idxs", table.unsqueeze(0))
-    out = sparse_attn(q_sHC, rows, table, sink_H, scope.acc)
+    out = sparse_attn(q_sHC, rows, table, sink_H, scope.numerics)
     scope.tap_for(segment, "sparse_attn.out", out.unsqueeze(0))
     return out
 
@@ -149,7 +168,7 @@ def core(
 def output(scope: Scope, o_THC: Tensor, rotary: Rotary) -> Tensor:
     """Turn the heads' results back and project them to the stream: BF16 [T, H, C] -> BF16 [T, D] (step 7)."""
     config = scope.config
-    o_THC = rotate(o_THC, rotary.tables, inverse=True)
+    o_THC = rotate(o_THC, rotary.tables, inverse=True, threads=scope.threads)
     scope.tap("rope.o_inv.out", rotated_part(o_THC, config))
     grouped = o_THC.flatten(1).unflatten(-1, (config.o_groups, -1))
     wo_a = scope.quantized("wo_a", grouped.shape[-1])
@@ -169,4 +188,4 @@ def attention(scope: Scope, x_TD: Tensor, layer: int) -> Tensor:
         core(scope, segment, layer, q_s, kv_s, table, blocks, sink)
         for (segment, q_s, kv_s), (table, blocks) in parts
     ]
-    return output(scope, torch.cat(heads), rotary)
+    return output(scope, torch.cat(heads) if len(heads) > 1 else heads[0], rotary)

@@ -6,15 +6,22 @@ T tokens of the batch, M streams, D dim, V vocabulary.
 import torch
 from torch import Tensor
 
+from v4tool.config import ModelConfig
 from v4tool.model.attention import attention
 from v4tool.model.hyper import hc_head, hc_post, hc_pre
 from v4tool.model.moe import moe
 from v4tool.model.scope import Scope
+from v4tool.model.workers import in_order
 from v4tool.quant.activation import to_bf16
 from v4tool.quant.linear import linear_hi
 
-HEAD_ROWS = 8192
+HEAD_ROWS = 4096
 """Rows of the output matrix that are in memory at a time; whole, it is 1 GiB in the release."""
+EVERY_LAYER = (
+    *(f"attn.{name}.weight" for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")),
+    *(f"ffn.shared_experts.{name}.weight" for name in ("w1", "w3", "w2")),
+)
+"""The large weights of a block that every token needs, in the order of use."""
 
 
 def embed(scope: Scope, path: str) -> Tensor:
@@ -22,14 +29,21 @@ def embed(scope: Scope, path: str) -> Tensor:
     return scope.tap("embed.out", scope.weights.gather_rows(path, scope.ids))
 
 
+def large_weights(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """The large weights of a layer that are read whatever the tokens: names."""
+    return tuple(f"{config.block_path(layer)}.{name}" for name in EVERY_LAYER)
+
+
 def block(scope: Scope, x_TMD: Tensor, layer: int) -> Tensor:
     """Attention and mixture of experts, each inside its hyper-connection: BF16 [T, M, D] -> the same."""
     y, post, comb = hc_pre(scope, "hc_attn", x_TMD)
     y = scope.tap("attn_norm.out", scope.norm("attn_norm", y))
-    x_TMD = hc_post(attention(scope / "attn", y, layer), x_TMD, post, comb)
+    y = attention(scope / "attn", y, layer)
+    x_TMD = hc_post(y, x_TMD, post, comb, threads=scope.threads)
     y, post, comb = hc_pre(scope, "hc_ffn", x_TMD)
     y = scope.tap("ffn_norm.out", scope.norm("ffn_norm", y))
-    return hc_post(moe(scope / "ffn", y, layer), x_TMD, post, comb)
+    y = moe(scope / "ffn", y, layer)
+    return hc_post(y, x_TMD, post, comb, threads=scope.threads)
 
 
 def last_rows(scope: Scope, x: Tensor) -> Tensor:
@@ -40,13 +54,17 @@ def last_rows(scope: Scope, x: Tensor) -> Tensor:
 def logits(scope: Scope, y_TD: Tensor, matrix: str) -> Tensor:
     """The last position's logits of every segment: BF16 [T, D] -> acc [segments, V], matrix in pieces."""
     last = last_rows(scope, y_TD)
-    starts = range(0, scope.config.vocab_size, HEAD_ROWS)
-    stops = [min(start + HEAD_ROWS, scope.config.vocab_size) for start in starts]
-    pieces = [
-        linear_hi(last, scope.weights.read_rows(matrix, start, stop), scope.numerics)
-        for start, stop in zip(starts, stops, strict=True)
-    ]
-    return torch.cat(pieces, dim=1)
+    size = scope.config.vocab_size
+    row_bytes = scope.weights.nbytes(matrix) // size
+
+    def piece(start: int) -> Tensor:
+        stop = min(start + HEAD_ROWS, size)
+        buffer = scope.buffers.take("codes", (stop - start) * row_bytes)
+        return linear_hi(
+            last, scope.weights.read_rows(matrix, start, stop, buffer), scope.alone.numerics
+        )
+
+    return torch.cat(list(in_order(piece, range(0, size, HEAD_ROWS), scope.threads)), dim=1)
 
 
 def head(scope: Scope, x_TMD: Tensor, matrix: str) -> Tensor:

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from v4tool.config import FP4_GROUP, KV_BLOCK, ModelConfig
-from v4tool.model.layers import ordered_sum, rope_frequencies, rope_tables, rotate, rotated_part
+from v4tool.model.layers import (
+    by_tokens,
+    ordered_sum,
+    rope_frequencies,
+    rope_tables,
+    rotate,
+    rotated_part,
+)
 from v4tool.model.scope import CompressorState, Scope, Segment
 from v4tool.names import (
     Step,
@@ -49,7 +56,7 @@ class Rotary:
 
     def rotate_batch(self, x: Tensor) -> Tensor:
         """Rotate BF16 [T, ..., C], each token at its position, and record it."""
-        rotated = rotate(x, self.tables)
+        rotated = rotate(x, self.tables, threads=self.scope.threads)
         for segment, part in self.scope.parts(rotated):
             self.tap(segment, part)
         return rotated
@@ -152,9 +159,9 @@ def quantize_kv(x: Tensor, config: ModelConfig) -> Tensor:
     return torch.cat([act_quant_inplace(x[..., :plain], KV_BLOCK), x[..., plain:]], dim=-1)
 
 
-def hadamard_fp4(x: Tensor, acc: torch.dtype) -> Tensor:
+def hadamard_fp4(x: Tensor, acc: torch.dtype, *, threads: int = 1) -> Tensor:
     """The Hadamard rotation, then FP4 in place in blocks of 32: BF16 [..., ID] -> the same (SPEC 5)."""
-    return fp4_act_quant(hadamard(x, acc), FP4_GROUP)
+    return by_tokens(lambda p: fp4_act_quant(hadamard(p, acc), FP4_GROUP), x, threads=threads)
 
 
 def index_scores(q_sHd: Tensor, k_td: Tensor, weights_sH: Tensor, acc: torch.dtype) -> Tensor:
@@ -179,9 +186,7 @@ def choose_blocks(scores_st: Tensor, allowed_s: Tensor, k: int, offset: int) -> 
     return torch.where(best < allowed_s.unsqueeze(1), best + offset, -1)
 
 
-def indexer(
-    scope: Scope, x_TD: Tensor, qr_TQ: Tensor, layer: int, rotary: Rotary
-) -> list[Tensor]:
+def indexer(scope: Scope, x_TD: Tensor, qr_TQ: Tensor, layer: int, rotary: Rotary) -> list[Tensor]:
     """Every segment's chosen blocks as rows of its table of keys: I64 [s, k], -1 for none (SPEC 5, Indexer).
 
     x BF16 [T, D]; qr BF16 [T, q_lora_rank], the normed low-rank queries.
@@ -189,7 +194,7 @@ def indexer(
     config, acc = scope.config, scope.acc
     ratio = config.ratio(layer)
     q = scope.linear("wq_b", qr_TQ).unflatten(-1, (config.index_n_heads, config.index_head_dim))
-    q = hadamard_fp4(rotary.rotate_batch(q), acc)
+    q = hadamard_fp4(rotary.rotate_batch(q), acc, threads=scope.threads)
     states = [segment.state(layer).indexer_compressor for segment in scope.segments]
     keys = compressor(
         scope / "compressor", x_TD, ratio, states, lambda x: hadamard_fp4(x, acc), rotary

@@ -6,7 +6,7 @@ T tokens, M streams, D dim. The coefficients stay in acc; they are rounded to FP
 import torch
 from torch import Tensor
 
-from v4tool.model.layers import by_tokens, ordered_sum
+from v4tool.model.layers import by_tokens, ordered_sum, sigmoid
 from v4tool.model.scope import Scope
 from v4tool.quant.activation import to_bf16
 from v4tool.quant.linear import linear_hi
@@ -17,7 +17,7 @@ def hc_mixes(scope: Scope, name: str, x_TMD: Tensor) -> Tensor:
     fn = scope.weight(f"{name}_fn")
     flat = x_TMD.flatten(1)
     mixes = linear_hi(flat, fn, scope.numerics)
-    return mixes * by_tokens(lambda f: _inverse_rms(f, scope), flat)
+    return mixes * by_tokens(lambda f: _inverse_rms(f, scope), flat, threads=scope.threads)
 
 
 def _inverse_rms(flat: Tensor, scope: Scope) -> Tensor:
@@ -48,19 +48,19 @@ def hc_split(scope: Scope, name: str, mixes: Tensor) -> tuple[Tensor, Tensor, Te
     of_pre, of_post, of_comb = mixes.split([m, m, m * m], dim=-1)
     base_pre, base_post, base_comb = base.split([m, m, m * m])
     scale_pre, scale_post, scale_comb = scale.to(scope.acc)
-    pre = torch.sigmoid(of_pre * scale_pre + base_pre) + config.hc_eps
-    post = 2 * torch.sigmoid(of_post * scale_post + base_post)
+    pre = sigmoid(of_pre * scale_pre + base_pre) + config.hc_eps
+    post = 2 * sigmoid(of_post * scale_post + base_post)
     logits = (of_comb * scale_comb + base_comb).unflatten(-1, (m, m))
     return pre, post, sinkhorn(logits, config.hc_sinkhorn_iters, config.hc_eps)
 
 
-def weighted_streams(pre_TM: Tensor, x_TMD: Tensor) -> Tensor:
+def weighted_streams(pre_TM: Tensor, x_TMD: Tensor, *, threads: int = 1) -> Tensor:
     """BF16(sum over streams of pre * x): acc [T, M], BF16 [T, M, D] -> BF16 [T, D]."""
 
     def mixed(pre: Tensor, x: Tensor) -> Tensor:
         return to_bf16(ordered_sum((pre.unsqueeze(-1) * x.to(pre.dtype)).transpose(-1, -2)))
 
-    return by_tokens(mixed, pre_TM, x_TMD)
+    return by_tokens(mixed, pre_TM, x_TMD, threads=threads)
 
 
 def hc_pre(scope: Scope, name: str, x_TMD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,25 +69,27 @@ def hc_pre(scope: Scope, name: str, x_TMD: Tensor) -> tuple[Tensor, Tensor, Tens
     scope.tap(f"{name}.pre", pre)
     scope.tap(f"{name}.post", post)
     scope.tap(f"{name}.comb", comb)
-    return weighted_streams(pre, x_TMD), post, comb
+    return weighted_streams(pre, x_TMD, threads=scope.threads), post, comb
 
 
-def hc_post(y_TD: Tensor, residual_TMD: Tensor, post_TM: Tensor, comb_TMM: Tensor) -> Tensor:
+def hc_post(
+    y_TD: Tensor, residual_TMD: Tensor, post_TM: Tensor, comb_TMM: Tensor, *, threads: int = 1
+) -> Tensor:
     """out_j = BF16(post_j y + sum_i comb_ij residual_i): the sum runs over comb's FIRST index (SPEC 5)."""
 
     def mixed(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         wide = residual.to(post.dtype)
         out = post.unsqueeze(-1) * y.to(post.dtype).unsqueeze(1)
         for i in range(wide.shape[1]):
-            out = out + comb[:, i].unsqueeze(-1) * wide[:, i].unsqueeze(1)
+            out += comb[:, i].unsqueeze(-1) * wide[:, i].unsqueeze(1)
         return to_bf16(out)
 
-    return by_tokens(mixed, y_TD, residual_TMD, post_TM, comb_TMM)
+    return by_tokens(mixed, y_TD, residual_TMD, post_TM, comb_TMM, threads=threads)
 
 
 def hc_head(scope: Scope, x_TMD: Tensor) -> Tensor:
     """The last mix, into one stream: BF16 [T, M, D] -> BF16 [T, D] (SPEC 5, Head)."""
     mixes = hc_mixes(scope, "hc_head", x_TMD)
     base, scale = scope.weight("hc_head_base").to(scope.acc), scope.weight("hc_head_scale")
-    pre = torch.sigmoid(mixes * scale.to(scope.acc) + base) + scope.config.hc_eps
-    return weighted_streams(pre, x_TMD)
+    pre = sigmoid(mixes * scale.to(scope.acc) + base) + scope.config.hc_eps
+    return weighted_streams(pre, x_TMD, threads=scope.threads)

@@ -111,7 +111,9 @@ def _yarn(config: ModelConfig, frequencies: Tensor, base: float) -> Tensor:
     dim = config.rope_head_dim
 
     def dimension(turns: float) -> float:
-        return dim * math.log(config.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(base))
+        return (
+            dim * math.log(config.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(base))
+        )
 
     low = float(max(math.floor(dimension(config.beta_fast)), 0))
     high = float(min(math.ceil(dimension(config.beta_slow)), dim - 1))

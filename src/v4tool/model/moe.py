@@ -1,24 +1,28 @@
 """The mixture of experts: gate, routed experts, shared expert (SPEC section 5, MoE).
 
 T tokens of the batch, E experts, K experts per token, I the experts' inner width. An expert's weights are
-read once for all tokens of the batch that reach it, and only if one does.
+read once for all tokens of the batch that reach it, and only if one does. Several are computed at a time, each
+by one thread; what is recorded and summed goes in index order.
 """
 
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from v4tool.model.layers import ordered_sum
+from v4tool.model.layers import by_tokens, ordered_sum, sigmoid, softplus
 from v4tool.model.scope import Scope
+from v4tool.model.workers import in_order
 from v4tool.quant.activation import to_bf16
 from v4tool.quant.linear import q_linear
+
+EXPERTS_AHEAD = 8
+"""Experts that the reader is told of before they are computed: 100 MB in the release, 0.2 s of a slow disk."""
 
 
 def scores(scope: Scope, x_TD: Tensor) -> Tensor:
     """Affinity of every token to every expert: BF16 [T, D] -> acc [T, E], sqrt(softplus) of the logits."""
-    return torch.sqrt(F.softplus(scope.linear_hi("gate", x_TD)))
+    return torch.sqrt(softplus(scope.linear_hi("gate", x_TD)))
 
 
 def choose_experts(scope: Scope, scores_TE: Tensor, layer: int) -> Tensor:
@@ -50,53 +54,77 @@ def swiglu(gate_nI: Tensor, up_nI: Tensor, limit: float, weight_n: Tensor | None
     The routing weight multiplies here, before the rounding to BF16 and w2's quantisation.
     """
     a, u = gate_nI.clamp(max=limit), up_nI.clamp(-limit, limit)
-    h = a * torch.sigmoid(a) * u
+    h = sigmoid(a).mul_(a).mul_(u)
     return to_bf16(h if weight_n is None else weight_n.unsqueeze(1) * h)
 
 
 def expert(scope: Scope, x_nD: Tensor, weight_n: Tensor | None) -> dict[str, Tensor]:
     """One expert on n tokens: what it records, by name, BF16 [n, ...]; `out` is its result [n, D]."""
-    acc, numerics = scope.acc, scope.numerics
+    acc, limit = scope.acc, scope.config.swiglu_limit
 
     def linear(name: str, x: Tensor) -> Tensor:
-        return q_linear(x, scope.quantized(name, x.shape[1]), numerics)
+        return q_linear(x, scope.quantized(name, x.shape[1]), scope.numerics)
+
+    def inner(w1: Tensor, w3: Tensor, weight: Tensor | None = None) -> Tensor:
+        return swiglu(w1.to(acc), w3.to(acc), limit, weight)
 
     w1, w3 = linear("w1", x_nD), linear("w3", x_nD)
-    h = swiglu(w1.to(acc), w3.to(acc), scope.config.swiglu_limit, weight_n)
-    w2 = linear("w2", h)
+    weights = () if weight_n is None else (weight_n,)
+    w2 = linear("w2", by_tokens(inner, w1, w3, *weights, threads=scope.threads))
     return {"w1.out": w1, "w3.out": w3, "w2.out": w2, "out": w2}
 
 
 def routed_rows(experts_TK: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Every expert reached, lowest first, with the tokens I64 [n] that reach it and their places in K."""
-    for e in experts_TK.unique().tolist():
-        rows, places = (experts_TK == e).nonzero(as_tuple=True)
-        yield e, rows, places
+    ordered, where = experts_TK.flatten().sort(stable=True)
+    reached, counts = ordered.unique_consecutive(return_counts=True)
+    for e, cells in zip(reached.tolist(), where.split(counts.tolist()), strict=True):
+        yield e, cells // experts_TK.shape[1], cells % experts_TK.shape[1]
 
 
 def tap_expert(scope: Scope, outputs: dict[str, Tensor], rows: Tensor) -> None:
-    """Show every segment its tokens' rows of an expert's outputs; a segment without any sees nothing."""
-    owners = torch.repeat_interleave(
-        torch.arange(len(scope.segments)), torch.tensor([s.step.tokens for s in scope.segments])
-    )[rows]
-    for place, segment in enumerate(scope.segments):
-        mine = owners == place
-        if mine.any():
+    """Show every segment its tokens' rows of an expert's outputs; a segment without any sees nothing.
+
+    rows: I64 [n], ascending tokens of the batch.
+    """
+    ends = torch.tensor([s.step.tokens for s in scope.segments]).cumsum(0)
+    stops = torch.searchsorted(rows, ends).tolist()
+    for segment, start, stop in zip(scope.segments, [0, *stops], stops, strict=False):
+        if start < stop:
             for name, value in outputs.items():
-                scope.tap_for(segment, name, value[mine])
+                scope.tap_for(segment, name, value[start:stop])
+
+
+def expert_weights(scope: Scope, e: int) -> list[str]:
+    """The names of everything that expert e reads."""
+    linears = [f"{scope.path}experts.{e}.{name}" for name in ("w1", "w3", "w2")]
+    return [f"{linear}.{part}" for linear in linears for part in ("weight", "scale")]
 
 
 def moe(scope: Scope, x_TD: Tensor, layer: int) -> Tensor:
     """Routed experts in index order, then the shared one, summed in acc: BF16 [T, D] -> BF16 [T, D]."""
     weights, experts = gate(scope, x_TD, layer)
+    jobs, alone = list(routed_rows(experts)), scope.alone
+    soon = [expert_weights(scope, e) for e, _, _ in jobs] + [list(scope.upcoming)]
+    for names in soon[:EXPERTS_AHEAD]:
+        scope.weights.advise(names)
+
+    def routed(i: int) -> dict[str, Tensor]:
+        for names in soon[i + EXPERTS_AHEAD : i + EXPERTS_AHEAD + 1]:
+            scope.weights.advise(names)
+        e, rows, places = jobs[i]
+        return expert(alone / "experts" / str(e), x_TD[rows], weights[rows, places])
+
     y = torch.zeros(x_TD.shape, dtype=scope.acc)
-    for e, rows, places in routed_rows(experts):
-        place = scope / "experts" / str(e)
-        outputs = expert(place, x_TD[rows], weights[rows, places])
-        tap_expert(place, outputs, rows)
-        y[rows] += outputs["out"].to(scope.acc)
+    results = in_order(routed, range(len(jobs)), scope.threads)
+    for (e, rows, _), outputs in zip(jobs, results, strict=True):
+        tap_expert(scope / "experts" / str(e), outputs, rows)
+        y.index_add_(0, rows, outputs["out"].to(scope.acc))
     shared = scope / "shared_experts"
     outputs = expert(shared, x_TD, None)
     for name, value in outputs.items():
         shared.tap_flat(name, value)
-    return scope.tap("out", to_bf16(y + outputs["out"].to(scope.acc)))
+    add = by_tokens(
+        lambda a, b: to_bf16(a + b.to(scope.acc)), y, outputs["out"], threads=scope.threads
+    )
+    return scope.tap("out", add)

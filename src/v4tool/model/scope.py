@@ -6,6 +6,7 @@ sequence's stretch of it. A `Scope` is a place in the module tree: `scope / "att
 `….attn.wq_a.out` for every segment and lets the weight go. Who wants to see the values brings a tap.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -21,16 +22,43 @@ from v4tool.quant.linear import QuantizedWeight, linear_hi, q_linear
 Tap = Callable[[str, Tensor], None]
 
 
+def one_thread(numerics: Numerics) -> Numerics:
+    """The same numerics without worker threads, for work that is itself one of several threads' pieces."""
+    return numerics if numerics.threads == 1 else numerics.model_copy(update={"threads": 1})
+
+
 class Weights(Protocol):
     """Where weights come from: a checkpoint, or a dictionary in a test."""
 
-    def read(self, name: str) -> Tensor: ...
+    def nbytes(self, name: str) -> int: ...
 
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor: ...
+    def read(self, name: str, buffer: Tensor | None = None) -> Tensor: ...
+
+    def read_rows(
+        self, name: str, start: int, stop: int, buffer: Tensor | None = None
+    ) -> Tensor: ...
 
     def gather_rows(self, name: str, ids: Tensor) -> Tensor: ...
 
     def advise(self, names: list[str]) -> None: ...
+
+
+class Buffers(threading.local):
+    """Memory that weights are read into again and again, each thread its own.
+
+    Memory fresh from the system costs five times the reading. A weight in a buffer is valid until the same
+    thread asks for the same buffer again.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, use: str, nbytes: int) -> Tensor:
+        """At least `nbytes` uint8 of no known value, the buffer kept for this use."""
+        held = self._held.get(use)
+        if held is None or held.numel() < nbytes:
+            held = self._held[use] = torch.empty(nbytes, dtype=torch.uint8)
+        return held
 
 
 @dataclass
@@ -80,7 +108,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Scope:
-    """A place in the module tree: `path` names weights, `record` what is tapped (after the pass prefix)."""
+    """A place in the module tree: `path` names weights, `record` what is tapped (after the pass prefix).
+
+    upcoming: large weights that will be read after this block, for the reader to get ready.
+    """
 
     weights: Weights
     config: ModelConfig
@@ -88,6 +119,8 @@ class Scope:
     segments: tuple[Segment, ...]
     path: str = ""
     record: str = ""
+    upcoming: tuple[str, ...] = ()
+    buffers: Buffers = field(default_factory=Buffers)
 
     def __truediv__(self, name: str) -> "Scope":
         return replace(self, path=f"{self.path}{name}.", record=f"{self.record}{name}.")
@@ -96,6 +129,16 @@ class Scope:
     def acc(self) -> torch.dtype:
         """The accumulation dtype."""
         return self.numerics.acc
+
+    @property
+    def threads(self) -> int:
+        """Worker threads to use."""
+        return self.numerics.threads
+
+    @property
+    def alone(self) -> "Scope":
+        """The same place for work that is itself one of several threads' pieces."""
+        return replace(self, numerics=one_thread(self.numerics))
 
     @property
     def positions(self) -> Tensor:
@@ -113,12 +156,21 @@ class Scope:
         return zip(self.segments, *(x.split(sizes) for x in xs), strict=True)
 
     def weight(self, name: str) -> Tensor:
-        """A weight of this place as it is stored."""
+        """A weight of this place as it is stored, in memory of its own."""
         return self.weights.read(self.path + name)
 
+    def passing(self, name: str, use: str) -> Tensor:
+        """A weight as it is stored, in this thread's buffer for that use: gone with the next one."""
+        name = self.path + name
+        return self.weights.read(name, self.buffers.take(use, self.weights.nbytes(name)))
+
     def quantized(self, name: str, width: int) -> QuantizedWeight:
-        """A quantised weight for inputs of `width` elements: two FP4 codes share a byte (SPEC 2)."""
-        codes, scale = self.weight(f"{name}.weight"), self.weight(f"{name}.scale")
+        """A quantised weight for inputs of `width` elements: two FP4 codes share a byte (SPEC 2).
+
+        It lies in this thread's buffers, so the next one overwrites it.
+        """
+        codes = self.passing(f"{name}.weight", "codes")
+        scale = self.passing(f"{name}.scale", "scale")
         return QuantizedWeight(codes, scale, "fp8" if codes.shape[1] == width else "fp4")
 
     def tap_for(self, segment: Segment, name: str, value: Tensor) -> None:
@@ -144,8 +196,9 @@ class Scope:
 
     def linear_hi(self, name: str, x: Tensor) -> Tensor:
         """The product with an unquantised weight, kept in acc, not recorded: [T, in] -> acc [T, out]."""
-        return linear_hi(x, self.weight(f"{name}.weight"), self.numerics)
+        return linear_hi(x, self.passing(f"{name}.weight", "codes"), self.numerics)
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         """RMS norm with weight `name`, not recorded: BF16 [T, ..., n] -> the same."""
-        return rms(x, self.weight(f"{name}.weight"), self.config.norm_eps, self.acc)
+        weight = self.weight(f"{name}.weight")
+        return rms(x, weight, self.config.norm_eps, self.acc, threads=self.threads)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from v4tool.config import ModelConfig, Numerics
-from v4tool.model.block import block, embed, head, last_rows, mtp
+from v4tool.model.block import block, embed, head, large_weights, last_rows, mtp
 from v4tool.model.scope import LayerState, Scope, Segment, Tap, Weights
 from v4tool.names import Step, steps_of
 
@@ -77,7 +77,8 @@ def through_layers(scope: Scope, extent: Extent, watch: Watch, name: str) -> Ten
     x = embed(scope, EMBEDDING).unsqueeze(1).repeat(1, scope.config.hc_mult, 1)
     for layer in range(extent.layers):
         watch(name, f"layers.{layer}")
-        place = scope / "layers" / str(layer)
+        upcoming = large_weights(scope.config, layer + 1) if layer + 1 < extent.layers else ()
+        place = replace(scope / "layers" / str(layer), upcoming=upcoming)
         x = place.tap("out", block(place, x, layer))
     return x
 
