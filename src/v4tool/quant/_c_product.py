@@ -25,8 +25,7 @@ _E8M0 = E8M0.double()
 
 
 class _Scratch(local):
-    """Buffers that a thread uses again and again: fresh memory costs more than what is done in
-    it."""
+    """Buffers that a thread uses again and again: fresh memory is slow to come by."""
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
@@ -54,8 +53,7 @@ class _X:
 
 @dataclass(frozen=True)
 class _W:
-    """A weight as the kernel takes it: kind, [N, K], codes and, if quantised, scale codes and
-    values."""
+    """A weight as the kernel takes it; scale codes and table of values if it is quantised."""
 
     kind: int
     shape: tuple[int, int]
@@ -65,8 +63,7 @@ class _W:
 
 
 def quantized(codes: Tensor, scale: Tensor, w: QuantizedWeight, threads: int) -> Tensor:
-    """x as act_quant gives it, uint8 [M, K] and [M, ceil(K / 128)], times w [N, K] -> BF16 [M,
-    N]."""
+    """x as act_quant gives it, [M, K] and [M, ceil(K / 128)], times w [N, K] -> BF16 [M, N]."""
     kind, table, pack = (
         (_FP4, _E8M0, _pack_for_fp4) if w.kind == "fp4" else (_FP8, FP8_VALUES, _pack_fp8)
     )
@@ -107,7 +104,7 @@ def _x_chunks(rows: int) -> list[slice]:
 
 def _packed(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """Room for x as the kernel reads it; one name for both dtypes, so that one of them is held."""
-    padded = -(-columns // _kernel.KB) * _kernel.KB
+    padded = -(-columns // _kernel.BLOCK) * _kernel.BLOCK
     size = rows * padded * dtype.itemsize
     return _scratch.take("x", size, torch.uint8)[:size].view(dtype)
 
@@ -125,7 +122,7 @@ def _pack_fp8(codes: Tensor, scale: Tensor) -> _X:
 def _pack_for_fp4(codes: Tensor, scale: Tensor) -> _X:
     rows, columns = codes.shape
     x_scale = _scratch.take("x_scale", scale.numel(), torch.float64)
-    wide = _scratch.take("wide", rows * -(-columns // 32), torch.uint8)
+    wide = _scratch.take("wide", scale.numel(), torch.uint8)
     x = _X(rows, _packed(rows, columns, torch.float32), x_scale, wide)
     _kernel.pack_fp8_for_fp4(
         codes.data_ptr(), scale.data_ptr(), _E4M3.data_ptr(), _E8M0.data_ptr(),

@@ -1,6 +1,6 @@
 """What the C extension gives; every argument is an address or a size (see `_kernel.c`)."""
 
-KB: int
+BLOCK: int
 TILE: int
 
 def product(

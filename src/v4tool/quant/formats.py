@@ -34,7 +34,7 @@ E4M3: Tensor = torch.tensor([_e4m3_value(c) for c in range(256)], dtype=torch.fl
 E8M0: Tensor = torch.tensor([2.0 ** (e - 127) for e in range(255)] + [float("nan")]).to(
     torch.float32
 )
-"""[256] F32: the value of every E8M0 code, 2^(e-127) (code 0 is subnormal, yet exact); 255 is NaN."""
+"""[256] F32: the value of every E8M0 code, 2^(e-127) (code 0: subnormal, exact); 255 is NaN."""
 
 
 def unpack_fp4(packed: Tensor) -> Tensor:
