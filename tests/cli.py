@@ -43,7 +43,9 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def one_line(ran: Ran) -> str:
-    """The message of a call that a mistake of the user's ended: one line, status 2, nothing on stdout."""
+    """The message of a call that a mistake of the user's ended: one line, status 2, nothing on
+    stdout.
+    """
     assert ran.status == 2, ran
     assert ran.out == ""
     lines = ran.err.splitlines()

@@ -1,11 +1,13 @@
 """What a recording must hold, from config and length alone (SPEC section 6)."""
 
 import pytest
+import torch
 
 from tests.conftest import GOLDEN_MINI, GoldenFile, golden_params
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import ModelConfig
 from v4tool.names import (
+    KeySpec,
     Step,
     base_keys,
     complete_blocks,
@@ -80,25 +82,27 @@ def test_base_keys_of_an_mtp_pass(flash: ModelConfig) -> None:
     assert len(base_keys(mtp_keys(flash, Step("mtp.0.decode.", 1, 6)))) == 39
 
 
+DTYPES = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
+
+
+def fits(spec: KeySpec | None, dtype: str, shape: torch.Size) -> bool:
+    """Whether a tensor is what its key must be; None in the spec stands for any number of rows."""
+    if spec is None or spec.dtype != dtype or len(spec.shape) != len(shape):
+        return False
+    return all(n in (None, m) for n, m in zip(spec.shape, shape, strict=True))
+
+
 @pytest.mark.parametrize("golden", golden_params())
 def test_golden_files_hold_what_is_expected(golden: GoldenFile) -> None:
     """Names, dtypes and shapes; every key where the file is complete."""
     with Checkpoint.open(golden.ckpt) as checkpoint:
         specs = golden.specs(checkpoint)
-    seen, wrong = set(), []
-    for key, tensor in golden.tensors():
-        spec = specs.get(generic(key))
-        seen.add(generic(key))
-        dtype = {"torch.float32": "F32", "torch.int32": "I32", "torch.int64": "I64"}
-        if spec is None or spec.dtype != dtype[str(tensor.dtype)]:
-            wrong.append(key)
-        elif len(spec.shape) != tensor.dim() or any(
-            n not in (None, m) for n, m in zip(spec.shape, tensor.shape, strict=True)
-        ):
-            wrong.append(key)
-    assert not wrong
+    tensors = {key: (DTYPES[value.dtype], value.shape) for key, value in golden.tensors()}
+    assert [
+        key for key, found in tensors.items() if not fits(specs.get(generic(key)), *found)
+    ] == []
     if golden.complete:
-        assert seen == set(specs)
+        assert {generic(key) for key in tensors} == set(specs)
 
 
 def test_complete_blocks() -> None:

@@ -1,8 +1,8 @@
 """The command line, a table of contents: settle a profile, call one function, show its result.
 
-Exit status: 0 success, 1 a failed check or a mismatch, 2 an input that cannot be used (one line on stderr).
-stdout carries results alone; progress and remarks go to stderr. Everything heavy is imported inside the commands,
-so that `--help` answers at once.
+Exit status: 0 success, 1 a failed check or a mismatch, 2 an input that cannot be used (one line on
+stderr). stdout carries results alone; progress and remarks go to stderr. Everything heavy is
+imported inside the commands, so that `--help` answers at once.
 """
 
 import json
@@ -89,9 +89,7 @@ def checkpoint_directory(profile: "Profile", *, quiet: bool = False) -> Path:
     return directory
 
 
-def open_checkpoint(
-    profile: "Profile", *, mtp: bool = True, quiet: bool = False
-) -> "Checkpoint":
+def open_checkpoint(profile: "Profile", *, mtp: bool = True, quiet: bool = False) -> "Checkpoint":
     """The profile's checkpoint, opened; its remarks go to stderr."""
     from v4tool.checkpoint.shards import Checkpoint
 
@@ -237,6 +235,8 @@ def dump(
         results = dumping.dump_cases(
             settled, checkpoint, cases, paths, selection=selection, force=force, progress=progress
         )
+    if not dumping.is_one_file(out):
+        dumping.enter_in_manifest(settled, checkpoint.config, results)
     show_dump(results, as_json, quiet)
 
 
@@ -358,7 +358,10 @@ def list_keys(
         raise InputError("list keys: no key matches --layer and --glob")
     if as_json:
         print_json(
-            [{"key": k, "dtype": s.dtype, "shape": s.shape, "kind": s.kind} for k, s in keys.items()]
+            [
+                {"key": k, "dtype": s.dtype, "shape": s.shape, "kind": s.kind}
+                for k, s in keys.items()
+            ]
         )
         return
     tables.show(tables.keys_table(keys))

@@ -33,6 +33,7 @@ from v4tool.names import (
 )
 from v4tool.profiles import Case, Profile, validate_ids
 from v4tool.quant.linear import backend_in_use
+from v4tool.record import manifest
 from v4tool.record.writer import RecordingWriter
 
 FORMAT_VERSION = "1"
@@ -42,7 +43,9 @@ TOP_LEVEL = ("input_ids", "embed.out")
 
 @dataclass(frozen=True)
 class Selection:
-    """What of a recording is wanted: shell patterns over keys, main layers (None: all), MTP or not."""
+    """What of a recording is wanted: shell patterns over keys, main layers (None: all), MTP or
+    not.
+    """
 
     only: tuple[str, ...] | None = None
     layers: frozenset[int] | None = None
@@ -183,9 +186,7 @@ def peak_rss() -> int:
 
 def numerics_of(profile: Profile) -> Numerics:
     """The numerics that a profile asks for."""
-    return Numerics(
-        accumulate=profile.accumulate, threads=profile.threads, backend=profile.backend
-    )
+    return Numerics(accumulate=profile.accumulate, threads=profile.threads, backend=profile.backend)
 
 
 def metadata_of(
@@ -219,13 +220,14 @@ def metadata_of(
 def output_paths(
     cases: Iterable[Case], out: Path | None, directory: Path, *, force: bool
 ) -> list[Path]:
-    """Where each case's recording goes: below `out` or `directory`, or the one file that `out` names.
+    """Where each case's recording goes: below `out` or `directory`, or the one file that `out`
+    names.
 
     OutputError, before anything is computed, for a file that exists (without force), for one file
     and several cases, and for two cases that would share a file.
     """
     cases = list(cases)
-    if out is not None and out.suffix == ".safetensors" and not out.is_dir():
+    if out is not None and is_one_file(out):
         if len(cases) > 1:
             raise OutputError(f"--out {out}: expected a directory for {len(cases)} cases")
         paths = [out]
@@ -246,7 +248,7 @@ def dump_cases(
     cases: list[Case],
     paths: list[Path],
     *,
-    selection: Selection = Selection(),  # noqa: B008  (frozen)
+    selection: Selection = Selection(),
     force: bool = False,
     progress: Progress = Silent(),  # noqa: B008  (has no state)
 ) -> list[DumpResult]:
@@ -321,3 +323,30 @@ def _finish(
         peak_rss=peak_rss(),
         bytes_read=checkpoint.bytes_read,
     )
+
+
+def enter_in_manifest(profile: Profile, config: ModelConfig, results: Iterable[DumpResult]) -> None:
+    """Describe finished recordings in the `prompts.json` beside them (see `record.manifest`)."""
+    for result in results:
+        case = result.case
+        run = manifest.Run(
+            id=case.id,
+            subject=case.subject,
+            text=case.text,
+            input_ids=case.input_ids,
+            decode_ids=result.decode_ids,
+            complete=result.complete,
+            profile=profile.name,
+            numerics={key: result.metadata[key] for key in ("accumulate", "product")},
+            threads=profile.threads,
+            seed=profile.seed,
+            checkpoint_fingerprint=result.metadata["checkpoint_fingerprint"],
+            seconds=round(result.seconds, 3),
+            peak_rss_bytes=result.peak_rss,
+        )
+        manifest.record_dump(result.path.parent, result.path, config, run)
+
+
+def is_one_file(out: Path | None) -> bool:
+    """Whether --out names one recording and not a directory of them, which has a manifest."""
+    return out is not None and out.suffix == ".safetensors" and not out.is_dir()

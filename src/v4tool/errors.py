@@ -1,7 +1,9 @@
-"""What can go wrong, in one family: a user's mistake is an exception, a defect of data is a `Finding`.
+"""What can go wrong, in one family: a user's mistake is an exception, a defect of data is a
+`Finding`.
 
-`V4ToolError` and its kinds are caught in one place (`cli.main`) and turned into one line on stderr and
-exit status 2. A `Finding` is data: `check` and `verify` collect them, go on, and exit with status 1.
+`V4ToolError` and its kinds are caught in one place (`cli.main`) and turned into one line on stderr
+and exit status 2. A `Finding` is data: `check` and `verify` collect them, go on, and exit with
+status 1.
 """
 
 from dataclasses import asdict, dataclass

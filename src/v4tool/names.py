@@ -1,12 +1,13 @@
 """The grammar of tensor names, and what a recording must hold (SPEC section 6).
 
-A name is a pass prefix (nothing for the prefill, `decode.<i>.`, `mtp.0.prefill.`, `mtp.0.decode.`), a module
-path (`layers.3.attn.wq_a`) and what is recorded of it (`.out`, or `.pre`, `.in` where SPEC says so). Everything
-here follows from the model's configuration and the number of tokens; nothing is run and no tensor is touched.
-Which routed experts appear depends on the data, so they are described once, as `experts.<E>.*`.
+A name is a pass prefix (nothing for the prefill, `decode.<i>.`, `mtp.0.prefill.`, `mtp.0.decode.`),
+a module path (`layers.3.attn.wq_a`) and what is recorded of it (`.out`, or `.pre`, `.in` where SPEC
+says so). Everything here follows from the model's configuration and the number of tokens; nothing
+is run and no tensor is touched. Which routed experts appear depends on the data, so they are
+described once, as `experts.<E>.*`.
 
-Shape letters: S tokens of the pass, P its start position, D dim, H heads, C head_dim, R rotated dims,
-M streams, K experts per token, I the experts' inner width, V vocabulary.
+Shape letters: S tokens of the pass, P its start position, D dim, H heads, C head_dim, R rotated
+dims, M streams, K experts per token, I the experts' inner width, V vocabulary.
 """
 
 import math
@@ -32,9 +33,9 @@ EXPERT_OUTPUTS = ("w1.out", "w3.out", "w2.out", "out")
 class KeySpec:
     """What one key must be.
 
-    dtype: safetensors name (F32, I32, I64). shape: None stands for the number of tokens that an expert
-    received. kind: "bf16" values are exactly representable in BF16, "acc" values were kept in the
-    accumulation dtype and rounded to FP32 for the recording, "int" are indices.
+    dtype: safetensors name (F32, I32, I64). shape: None stands for the number of tokens that an
+    expert received. kind: "bf16" values are exactly representable in BF16, "acc" values were kept
+    in the accumulation dtype and rounded to FP32 for the recording, "int" are indices.
     """
 
     dtype: str
@@ -101,7 +102,9 @@ def complete_blocks(step: Step, ratio: int) -> int:
 
 
 def compressed_columns(step: Step, ratio: int) -> int:
-    """Compressed blocks that exist after the pass: the candidates of its queries (SPEC 5, step 3)."""
+    """Compressed blocks that exist after the pass: the candidates of its queries (SPEC 5, step
+    3).
+    """
     return step.end // ratio
 
 
@@ -111,7 +114,9 @@ def window_columns(config: ModelConfig, step: Step) -> int:
 
 
 def selected_columns(config: ModelConfig, step: Step, ratio: int) -> int:
-    """Columns of the compressed part of the index table: at most top-k for ratio 4, all for others."""
+    """Columns of the compressed part of the index table: at most top-k for ratio 4, all for
+    others.
+    """
     if ratio == 0:
         return 0
     blocks = compressed_columns(step, ratio)
@@ -125,7 +130,9 @@ def kv_rows(config: ModelConfig, step: Step, ratio: int) -> int:
 
 
 def table_offset(config: ModelConfig, step: Step) -> int:
-    """Index of compressed block 0 in a query's table: after the pass's own rows, or after the ring."""
+    """Index of compressed block 0 in a query's table: after the pass's own rows, or after the
+    ring.
+    """
     return step.tokens if step.start == 0 else config.window_size
 
 
@@ -270,9 +277,7 @@ def main_keys(config: ModelConfig, step: Step, layers: Iterable[int]) -> Keys:
     }
 
 
-def recording_keys(
-    config: ModelConfig, length: int, decode: int = 0, *, mtp: bool = True
-) -> Keys:
+def recording_keys(config: ModelConfig, length: int, decode: int = 0, *, mtp: bool = True) -> Keys:
     """Every key of a complete recording of `length` tokens and `decode` steps (SPEC 6).
 
     Routed experts appear once per pass and layer as `experts.<E>.*` with None rows.
@@ -294,12 +299,16 @@ def is_expert(key: str) -> bool:
 
 
 def generic(key: str) -> str:
-    """The key with its routed expert's number replaced: `….experts.7.out` -> `….experts.<E>.out`."""
+    """The key with its routed expert's number replaced: `….experts.7.out` ->
+    `….experts.<E>.out`.
+    """
     return EXPERT.sub("experts.<E>.", key)
 
 
 def pass_of(key: str) -> str:
-    """The key's pass prefix: "" (the prefill), `decode.<i>.`, `mtp.0.prefill.` or `mtp.0.decode.`."""
+    """The key's pass prefix: "" (the prefill), `decode.<i>.`, `mtp.0.prefill.` or
+    `mtp.0.decode.`.
+    """
     match = PASS.match(key)
     return match[0] if match else ""
 
@@ -315,13 +324,17 @@ def with_rows(spec: KeySpec, rows: int) -> KeySpec:
 
 
 def routed_rows(config: ModelConfig, key: str, length: int) -> int:
-    """Rows that all experts of the key's layer and pass share out: tokens times experts per token."""
+    """Rows that all experts of the key's layer and pass share out: tokens times experts per
+    token.
+    """
     tokens = length if pass_of(key) in ("", "mtp.0.prefill.") else 1
     return tokens * config.n_activated_experts
 
 
 def payload_bytes(config: ModelConfig, keys: Keys, length: int) -> int:
-    """Payload of these keys for a prompt of `length`: the same however the tokens spread over experts."""
+    """Payload of these keys for a prompt of `length`: the same however the tokens spread over
+    experts.
+    """
     specs = (
         with_rows(spec, routed_rows(config, key, length)) if "<E>" in key else spec
         for key, spec in keys.items()
@@ -346,7 +359,9 @@ def layer_of(key: str) -> int | None:
 
 
 def matches(key: str, globs: Iterable[str], experts: int = 0) -> bool:
-    """Whether a key matches one of the shell patterns; a generic `<E>` may be any of `experts` numbers."""
+    """Whether a key matches one of the shell patterns; a generic `<E>` may be any of `experts`
+    numbers.
+    """
     names = [key]
     if "<E>" in key:
         names += [key.replace("<E>", str(e)) for e in range(experts)]

@@ -1,6 +1,7 @@
 """A recording read lazily: its keys and shapes at once, a tensor when it is asked for.
 
-Left out: whether what is in the file is right. That is for `check`; here a file only has to be readable.
+Left out: whether what is in the file is right. That is for `check`; here a file only has to be
+readable.
 """
 
 import json
@@ -15,7 +16,9 @@ from v4tool.errors import RecordingError
 
 
 class Recording:
-    """An open recording. Attributes: `path`, `metadata` (strings), `specs` (key -> (dtype, shape))."""
+    """An open recording. Attributes: `path`, `metadata` (strings), `specs` (key -> (dtype,
+    shape)).
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,7 +30,8 @@ class Recording:
             raise RecordingError(f"{path}: not a readable safetensors file: {error}") from None
         self.metadata: dict[str, str] = self._file.metadata() or {}
         self.specs: dict[str, tuple[str, tuple[int, ...]]] = {
-            key: self._spec(key) for key in self._file.keys()  # noqa: SIM118  (no mapping)
+            key: self._spec(key)
+            for key in self._file.keys()  # noqa: SIM118  (no mapping)
         }
 
     @classmethod
@@ -54,7 +58,8 @@ class Recording:
         """One tensor, a copy. KeyError if the recording has no such key."""
         if key not in self.specs:
             raise KeyError(key)
-        return self._file.get_tensor(key)
+        value: Tensor = self._file.get_tensor(key)
+        return value
 
     @property
     def input_ids(self) -> list[int]:

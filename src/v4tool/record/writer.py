@@ -1,13 +1,14 @@
 """A safetensors file that is written while its tensors come into being.
 
-The header stands in front of the payload but is known only at the end, so room for it is reserved and
-the rest padded with spaces, which the format allows. Everything goes to `<name>.partial`, with the SHA-256 of
-the payload taken on the way; `close` writes the header, syncs and renames, so a file under its own name is
-always whole. One thread writes while the caller computes.
+The header stands in front of the payload but is known only at the end, so room for it is reserved
+and the rest padded with spaces, which the format allows. Everything goes to `<name>.partial`, with
+the SHA-256 of the payload taken on the way; `close` writes the header, syncs and renames, so a file
+under its own name is always whole. One thread writes while the caller computes.
 
-The order is the order of `put`, with one exception: safetensors' readers want every tensor aligned to its
-element, so 8-byte tensors are kept back to the end, and 4-byte tensors with an odd number of elements go in
-pairs. The payload therefore depends on the values alone, not on threads, machine or time.
+The order is the order of `put`, with one exception: safetensors' readers want every tensor aligned
+to its element, so 8-byte tensors are kept back to the end, and 4-byte tensors with an odd number of
+elements go in pairs. The payload therefore depends on the values alone, not on threads, machine or
+time.
 """
 
 import fcntl
@@ -30,11 +31,15 @@ from v4tool.errors import OutputError
 DTYPES = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
 BYTES_IN_FLIGHT = 64 << 20
 HEADER_BYTES_PER_TENSOR = 176
-"""Room for one header entry: the longest name, shape and offsets of a large model fit with space to spare."""
+"""Room for one header entry: the longest name, shape and offsets of a large model fit with space to
+spare.
+"""
 
 
 def stored(value: Tensor) -> np.ndarray[Any, Any]:
-    """A value as it is recorded: floats as FP32, integers in their own type (SPEC 6); own memory."""
+    """A value as it is recorded: floats as FP32, integers in their own type (SPEC 6); own
+    memory.
+    """
     dtype = torch.float32 if value.is_floating_point() else value.dtype
     return torch.empty(value.shape, dtype=dtype).copy_(value.detach()).numpy()
 
@@ -95,7 +100,9 @@ class RecordingWriter:
             return False
 
     def put(self, name: str, value: Tensor) -> None:
-        """Record one tensor; the value may be changed afterwards. Raises OutputError if writing failed."""
+        """Record one tensor; the value may be changed afterwards. Raises OutputError if writing
+        failed.
+        """
         array = stored(value)
         if name in self._names:
             raise ValueError(f"{name} was recorded twice")

@@ -53,9 +53,7 @@ def cases_table(profile: "Profile") -> Table:
     """The cases of a profile."""
     table = plain_table("case", "tokens", "decode", "file", "subject", right=("tokens", "decode"))
     for case in profile.cases:
-        table.add_row(
-            case.id, str(len(case.input_ids)), str(case.decode), case.file, case.subject
-        )
+        table.add_row(case.id, str(len(case.input_ids)), str(case.decode), case.file, case.subject)
     return table
 
 
@@ -95,7 +93,7 @@ def status_table(rows: Iterable["TensorStatus"]) -> Table:
     table = plain_table("tensor", "status", "expected", "found")
     for row in rows:
         expected = f"{row.spec.dtype} {shape_text(row.spec.shape)}" if row.spec else ""
-        table.add_row(row.name, row.status, expected, row.found or "")
+        table.add_row(row.name, row.status, expected, str(row.found or ""))
     return table
 
 

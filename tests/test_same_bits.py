@@ -1,0 +1,107 @@
+"""The reference has the same bits whatever computes it: threads, instruction set, product, company.
+
+Every run is a process of its own, so that nothing is shared. What is compared is the SHA-256 of the
+payload.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import GOLDEN_MINI, MINI_FILES, ROOT
+
+CKPT = str(GOLDEN_MINI / "ckpt")
+GOLDEN = next(g for g in MINI_FILES if g.name == "len33")
+
+
+def hashes(out: Path, *args: str, **environment: str) -> dict[str, str]:
+    """Case -> payload hash of `v4tool dump` in a fresh process."""
+    command = [sys.executable, "-c", "from v4tool.cli import main; main()", "dump", *args]
+    ran = subprocess.run(
+        [*command, "--out", str(out), "--quiet", "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return {row["case"]: row["payload_sha256"] for row in json.loads(ran.stdout)}
+
+
+WAYS = {
+    "1 thread": (["--threads", "1"], {}),
+    "2 threads": (["--threads", "2"], {}),
+    "4 threads": (["--threads", "4"], {}),
+    "torch without vectors": (["--threads", "2"], {"ATEN_CPU_CAPABILITY": "default"}),
+    "torch with AVX2": (["--threads", "2"], {"ATEN_CPU_CAPABILITY": "avx2"}),
+    "MKL's compatibility mode": (["--threads", "1"], {"MKL_CBWR": "COMPATIBLE"}),
+    "NumPy product": (["--backend", "numpy"], {}),
+    "readable product": (["--backend", "readable"], {}),
+}
+
+
+@pytest.fixture(scope="module")
+def golden_args() -> list[str]:
+    ids, decode = GOLDEN.metadata("input_ids"), GOLDEN.metadata("decode_ids")
+    return [
+        "--ckpt", CKPT, "--input-ids", ",".join(map(str, ids)),
+        "--decode-ids", ",".join(map(str, decode)),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(golden_args: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The payload hash of golden len33 that all ways must give (values of our own port, SPEC's
+    bits).
+    """
+    return hashes(tmp_path_factory.mktemp("reference"), *golden_args)["custom"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_golden_input(way: str, golden_args: list[str], reference: str, tmp_path: Path) -> None:
+    options, environment = WAYS[way]
+    assert hashes(tmp_path, *golden_args, *options, **environment) == {"custom": reference}
+
+
+PROFILE = """
+[checkpoint]
+path = "{ckpt}"
+[[cases]]
+id = "a"
+input_ids = [35, 11, 74]
+decode = 2
+[[cases]]
+id = "b"
+input_ids = {long}
+[[cases]]
+id = "c"
+input_ids = [300]
+decode = 5
+"""
+
+
+def test_cases_in_company_and_alone(tmp_path: Path) -> None:
+    """One pass over the weights for several prompts of other lengths and steps changes nothing."""
+    profile = tmp_path / "three.toml"
+    long = [(13 * i) % 320 for i in range(131)]
+    profile.write_text(PROFILE.format(ckpt=CKPT, long=long))
+    cases = [word for case in "abc" for word in ("--case", case)]
+    together = hashes(tmp_path / "all", "--profile", str(profile), *cases)
+    for case in "abc":
+        alone = hashes(tmp_path / case, "--profile", str(profile), "--case", case)
+        assert alone == {case: together[case]}
+
+
+def test_nano(tmp_path: Path) -> None:
+    """The default profile, 43 layers deep: threads, and several cases in one pass."""
+    cases = ["--case", "prompt3", "--case", "baseline6"]
+    together = hashes(tmp_path / "2", *cases, "--threads", "2")
+    for threads in ("1", "4"):
+        alone = hashes(tmp_path / threads, "--case", "baseline6", "--threads", threads)
+        assert alone["baseline6"] == together["baseline6"]
+    plain = hashes(tmp_path / "plain", "--case", "prompt3", ATEN_CPU_CAPABILITY="default")
+    assert plain["prompt3"] == together["prompt3"]
