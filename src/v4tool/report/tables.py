@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from v4tool.names import Keys, block_keys, is_expert, payload_bytes, steps_of
+from v4tool.names import Keys, base_keys, is_expert, layer_keys, mtp_keys, payload_bytes, steps_of
 from v4tool.report.units import seconds, size
 
 if TYPE_CHECKING:  # a listing must not wait for torch
@@ -63,12 +63,11 @@ def layers_table(config: "ModelConfig") -> Table:
     long = steps_of(max(config.compress_ratios) or 1, 0)[0]
     for layer in range(config.n_layers + (1 if config.mtp_supported else 0)):
         ratio = config.ratio(layer)
-        base = sum(not is_expert(key) for key in block_keys(config, layer, long)) + 1
-        if config.is_mtp(layer):
-            base += 7
+        mtp = config.is_mtp(layer)
+        keys = base_keys(mtp_keys(config, long) if mtp else layer_keys(config, layer, long))
         table.add_row(
             config.block_path(layer), str(ratio), attention_kind(ratio),
-            "by token id" if config.is_hash(layer) else "by score", str(base),
+            "by token id" if config.is_hash(layer) else "by score", str(len(keys)),
         )  # fmt: skip
     return table
 
