@@ -5,9 +5,12 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.conftest import GOLDEN_MINI
 from tests.shard_files import (
@@ -24,6 +27,7 @@ from tests.shard_files import (
     save,
     write,
 )
+from v4tool.checkpoint.header import read_header
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.errors import CheckpointError, ConfigError
 
@@ -206,6 +210,17 @@ OPENING = [
     ("header-list", raw_header(b"[]"), "its header is not a JSON object"),
     ("header-deep", raw_header(b"[" * 100_000), "its header is not JSON"),
     ("header-duplicate", raw_header(b'{"a": 1, "a": 2}'), f"{SHARD}: duplicate key a"),
+    (
+        "header-newline-in-name",
+        header(lambda h: h.update({"a\nb": h.pop(f"{WKV}.weight")})),
+        f"{SHARD}: unprintable tensor name 'a\\nb'",
+    ),
+    (
+        "index-newline-in-name",
+        lambda d: edit_index(d, lambda m: m.update({"a\nb": EMBED})),
+        "1 tensor in the index but not in their shard: 'a\\nb (not in",
+    ),
+    ("index-newline-in-file", points_to("a\n.safetensors"), "files beside it, found 'a\\n.safe"),
     ("header-no-dtype", entry(dtype=None), f"tensor {WKV}.weight: unknown dtype None"),
     ("header-new-dtype", entry(dtype="F4"), f"tensor {WKV}.weight: unknown dtype F4"),
     ("header-negative", entry(shape=[-128, -128]), "lacks a shape or a byte range"),
@@ -506,3 +521,28 @@ def test_messages_stay_short(tmp_path: Path) -> None:
         Checkpoint.open(directory)
     assert len(line_of(caught)) < 1000 + len(str(directory))
     assert json.dumps(line_of(caught)).isascii()
+
+
+@settings(max_examples=300, deadline=None)
+@given(place=st.integers(0, 8000), byte=st.integers(0, 255))
+def test_any_damage_to_a_header_is_seen_or_harmless(place: int, byte: int) -> None:
+    """One byte of header changed: another name or dtype of the same size at most, never a crash."""
+    content = bytearray((MINI / SHARD).read_bytes())
+    content[place] = byte
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / SHARD
+        path.write_bytes(content)
+        try:
+            found = read_header(path)
+        except CheckpointError as e:
+            line = str(e)
+        else:
+            line = ""
+    if line:
+        assert line.startswith(f"{SHARD}: ")
+        assert line.isprintable()
+        return
+    assert found.size == SIZE
+    ends = sorted((e.start, e.stop) for e in found.tensors.values())
+    assert [first for first, _ in ends] == [found.length, *(last for _, last in ends[:-1])]
+    assert ends[-1][1] == SIZE

@@ -8,6 +8,7 @@ every tensor's shape (`checkpoint/layout.py`).
 """
 
 import json
+import reprlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -325,7 +326,7 @@ def _explain(error: ValidationError) -> str:
             continue
         field = RELEASE_NAMES[str(e["loc"][0])] + "".join(f"[{i}]" for i in e["loc"][1:])
         expected = e["msg"].removeprefix("Input should be ")
-        lines.append(f"{field}: expected {expected}, found {e['input']!r}")
+        lines.append(f"{field}: expected {expected}, found {reprlib.repr(e['input'])}")
     return "; ".join(lines)
 
 

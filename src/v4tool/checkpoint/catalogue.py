@@ -7,6 +7,7 @@ whether these are the tensors that the configuration asks for (`inspection.py`).
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from v4tool.checkpoint.header import Entry, Header, read_header, unique_keys
 from v4tool.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
+_NUMBERED = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors", re.ASCII)
 _SHOWN = 4
 
 
@@ -40,21 +42,21 @@ class Catalogue:
         return {name: self.entry(name) for name in self.files}
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over the sorted weight map and each shard's name, size and header bytes.
+        """SHA-256 (hex) over the sorted weight map and each shard's name, size and header digest.
 
         The payload does not enter it: it must be had in a second for 149 GiB.
         """
         digest = hashlib.sha256()
-        digest.update(json.dumps(self.files, sort_keys=True).encode())
-        for name, header in sorted(self.headers.items()):
-            digest.update(f"\n{name}\n{header.size}\n".encode())
-            digest.update(header.raw)
+        for name, file in sorted(self.files.items()):
+            digest.update(f"{name} {file}\n".encode())
+        for file, header in sorted(self.headers.items()):
+            digest.update(f"{file} {header.size} {header.digest}\n".encode())
         return digest.hexdigest()
 
 
 def some(names: Iterable[str]) -> str:
-    """The first few names and how many more there are."""
-    names = list(names)
+    """The first few names and how many more there are; in one line whatever the names are."""
+    names = [name if name.isprintable() else ascii(name) for name in names]
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -119,27 +121,25 @@ def _read_index(path: Path) -> tuple[dict[str, str], Any]:
 
 def _plain_name(name: Any) -> bool:
     """Whether it names a file in the index's own directory, by its letters: shards may be links."""
-    return (
-        isinstance(name, str)
-        and name.endswith(".safetensors")
-        and not set(name) & {"/", "\\", "\0"}
-    )
+    if not isinstance(name, str) or not name.isprintable():
+        return False
+    return name.endswith(".safetensors") and not set(name) & {"/", "\\"}
 
 
 def _whole_set(out: Catalogue, present: list[str]) -> list[str]:
     """The shards to read without an index: all, and those that `-of-N` says are missing."""
     out.notes.append(f"there is no {INDEX}: the headers of {len(present)} shards were read instead")
-    counts = {n.rsplit("-of-", 1)[1].removesuffix(".safetensors") for n in present if "-of-" in n}
-    if len(counts) != 1 or not (count := counts.pop()).isdecimal():
-        return present
-    stem = next(n for n in present if "-of-" in n).rsplit("-", 3)[0]
-    wanted = {f"{stem}-{i:05d}-of-{count}.safetensors" for i in range(1, int(count) + 1)}
-    return sorted(wanted | set(present))
+    parts = [m for n in present if (m := _NUMBERED.fullmatch(n))]
+    wanted = set(present)
+    for stem, count in {(m["stem"], m["count"]) for m in parts}:
+        wanted |= {f"{stem}-{i:05d}-of-{count}.safetensors" for i in range(1, int(count) + 1)}
+    return sorted(wanted)
 
 
 def _read_headers(out: Catalogue, names: list[str]) -> None:
     missing = [n for n in names if not (out.directory / n).is_file()]
     if missing:
+        # a download is completed by this list, so no name is left out
         out.problems.append(f"{len(missing)} of {len(names)} shards missing: {', '.join(missing)}")
     for name in names:
         if name in missing:
@@ -152,23 +152,23 @@ def _read_headers(out: Catalogue, names: list[str]) -> None:
 
 def _match(out: Catalogue, weight_map: dict[str, str] | None) -> None:
     """Settle which file each tensor is read from; the index and the headers must say the same."""
-    holders: dict[str, list[str]] = {}
+    twice = []
     for file, header in out.headers.items():
         for name in header.tensors:
-            holders.setdefault(name, []).append(file)
-    _complain(
-        out, "in two shards", [f"{n} ({', '.join(f)})" for n, f in holders.items() if len(f) > 1]
-    )
+            if name in out.files:
+                twice.append(f"{name} ({out.files[name]}, {file})")
+            out.files[name] = file
+    _complain(out, "in two shards", twice)
     if weight_map is None:
-        weight_map = {name: files[0] for name, files in holders.items()}
+        return
     absent = [
-        f"{n} (not in {f})"
-        for n, f in weight_map.items()
-        if f in out.headers and f not in holders.get(n, [])
+        f"{name} (not in {file})"
+        for name, file in weight_map.items()
+        if file in out.headers and name not in out.headers[file].tensors
     ]
     _complain(out, "in the index but not in their shard", absent)
-    _complain(out, "in a shard but not in the index", [n for n in holders if n not in weight_map])
-    out.files = {n: f for n, f in weight_map.items() if f in holders.get(n, [])}
+    extra = [name for name in out.files if name not in weight_map]
+    _complain(out, "in a shard but not in the index", extra)
 
 
 def _complain(out: Catalogue, what: str, names: list[str]) -> None:
@@ -180,6 +180,6 @@ def _note_leftovers(out: Catalogue, present: list[str], total_size: Any) -> None
     unused = sorted(set(present) - set(out.files.values()) - set(out.headers))
     if unused:
         out.notes.append(f"{len(unused)} safetensors files not in the index: {some(unused)}")
-    found = sum(e.nbytes for e in out.entries().values())
+    found = sum(e.nbytes for header in out.headers.values() for e in header.tensors.values())
     if total_size != found and not out.problems:
         out.notes.append(f"the index says total_size {total_size}, the tensors have {found} bytes")

@@ -5,6 +5,7 @@ dtype, shape and byte range, then the payload, which the ranges must fill withou
 rest. Left out: what the tensors should be (`inspection.py`) and reading them (`shards.py`).
 """
 
+import hashlib
 import json
 from dataclasses import dataclass
 from math import prod
@@ -25,7 +26,7 @@ MAX_HEADER = 100_000_000
 """The format's own limit; it keeps a damaged length from asking for all memory."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of a file: dtype name, stored shape, byte range in the file (absolute)."""
 
@@ -45,9 +46,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """A file's header: its raw bytes (length field included), the file's size, its tensors."""
+    """A file's header.
 
-    raw: bytes
+    digest: SHA-256 (hex) of its `length` bytes, the length field included; size: of the whole file.
+    """
+
+    digest: str
+    length: int
     size: int
     tensors: dict[str, Entry]
 
@@ -65,7 +70,7 @@ def read_header(path: Path) -> Header:
         _check_ranges(tensors, len(raw), size)
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{path.name}: {e}") from None
-    return Header(raw, size, tensors)
+    return Header(hashlib.sha256(raw).hexdigest(), len(raw), size, tensors)
 
 
 def _raw_header(path: Path) -> tuple[bytes, int]:
@@ -94,15 +99,18 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """`object_pairs_hook` for JSON: a dict, or ValueError when a key comes twice."""
-    out: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in out:
-            raise ValueError(f"duplicate key {key}")
-        out[key] = value
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in out if names.count(key) > 1)
+        raise ValueError(f"duplicate key {twice if twice.isprintable() else ascii(twice)}")
     return out
 
 
 def _entries(parsed: dict[str, Any], payload: int) -> dict[str, Entry]:
+    odd = [name for name in parsed if not name.isprintable()]
+    if odd:
+        raise ValueError(f"unprintable tensor name {odd[0]!a}")
     return {name: _entry(name, value, payload) for name, value in parsed.items()}
 
 
@@ -121,7 +129,7 @@ def _entry(name: str, value: Any, payload: int) -> Entry:
 
 
 def _naturals(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int} and min(value, default=0) >= 0
 
 
 def _check_ranges(tensors: dict[str, Entry], payload: int, size: int) -> None:

@@ -7,6 +7,7 @@ Nothing is renamed, filled in or guessed. Left out: the payload's values (`shard
 them when it reads).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -19,16 +20,12 @@ from v4tool.config import ModelConfig
 Status = Literal["ok", "missing", "unexpected", "different"]
 
 ACCEPTED = {("F8_E8M0", "F32"), ("I64", "I32")}
-"""(expected, found) dtypes that hold the same numbers; F32 scales are checked when they are
-read.
-"""
+"""(expected, found) dtypes for the same numbers; F32 scales are checked when they are read."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorStatus:
-    """One row of the comparison: `spec` is None for an unexpected tensor, `found` for a missing
-    one.
-    """
+    """One row: `spec` is None for an unexpected tensor, `found` for a missing one."""
 
     name: str
     spec: TensorSpec | None
@@ -38,46 +35,46 @@ class TensorStatus:
 
 @dataclass
 class Comparison:
-    """All rows in the layout's order, unexpected ones last; what is wrong; what is remarkable."""
+    """What may be read; what is wrong; what is remarkable."""
 
-    rows: list[TensorStatus]
+    specs: dict[str, TensorSpec]
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def inspect(directory: Path | str, config: ModelConfig | None = None) -> list[TensorStatus]:
-    """Compare without raising for what is missing or different (a damaged shard's tensors are
-    missing).
+    """All rows in the layout's order, whatever is missing or different, unexpected ones last.
 
-    Raises ConfigError or CheckpointError where there is nothing to compare.
+    What a damaged shard should hold is missing. Raises ConfigError or CheckpointError where there
+    is nothing to compare.
     """
     found = catalogue(directory)
     config = config or ModelConfig.from_file(found.directory / "config.json")
-    return _rows(layout(config), found.entries())
+    return list(_rows(layout(config), found.entries()))
 
 
 def compare(found: Catalogue, config: ModelConfig, *, mtp: bool = True) -> Comparison:
     """Compare a directory with the layout; without `mtp`, whatever is named `mtp.*` is left out."""
     specs, entries = layout(config), found.entries()
     if mtp:
-        return _judge(Comparison(_rows(specs, entries), _mtp_problems(config, entries)))
+        return _judge(Comparison(specs, _mtp_problems(config, entries)), entries)
     main = {name: spec for name, spec in specs.items() if not _is_mtp(name)}
     kept = {name: entry for name, entry in entries.items() if not _is_mtp(name)}
     left = len(entries) - len(kept)
     notes = [f"{left} tensors of mtp.* are left out"] if left else []
-    return _judge(Comparison(_rows(main, kept), notes=notes))
+    return _judge(Comparison(main, notes=notes), kept)
 
 
 def _is_mtp(name: str) -> bool:
     return name.startswith("mtp.")
 
 
-def _rows(specs: dict[str, TensorSpec], entries: dict[str, Entry]) -> list[TensorStatus]:
-    rows = [
-        TensorStatus(n, s, _status(s, entries.get(n)), entries.get(n)) for n, s in specs.items()
-    ]
-    rest = sorted(entries.keys() - specs.keys())
-    return rows + [TensorStatus(n, None, "unexpected", entries[n]) for n in rest]
+def _rows(specs: dict[str, TensorSpec], entries: dict[str, Entry]) -> Iterator[TensorStatus]:
+    for name, spec in specs.items():
+        found = entries.get(name)
+        yield TensorStatus(name, spec, _status(spec, found), found)
+    for name in sorted(entries.keys() - specs.keys()):
+        yield TensorStatus(name, None, "unexpected", entries[name])
 
 
 def _status(spec: TensorSpec, found: Entry | None) -> Status:
@@ -102,19 +99,18 @@ def _mtp_problems(config: ModelConfig, entries: dict[str, Entry]) -> list[str]:
     return [f"MTP cannot be computed, only the main model can: {reason}"] if reason else []
 
 
-def _judge(out: Comparison) -> Comparison:
-    """Add what the rows say; where mtp.* is another design, its rows need no complaint of their
-    own.
-    """
-    by_status: dict[str, list[TensorStatus]] = {}
-    for row in out.rows:
-        if not (out.problems and _is_mtp(row.name)):
-            by_status.setdefault(row.status, []).append(row)
-    missing, unexpected = by_status.get("missing", []), by_status.get("unexpected", [])
-    out.problems += _dialects(unexpected)
-    out.problems += _named("missing", missing) + _named("unexpected", unexpected)
-    out.problems += _differences(by_status.get("different", []))
-    in_f32 = sum(map(_is_f32_scale, by_status.get("ok", [])))
+def _judge(out: Comparison, entries: dict[str, Entry]) -> Comparison:
+    """Add what the rows say; rows of mtp.* are left out where its design is the complaint."""
+    wrong: dict[str, list[TensorStatus]] = {"missing": [], "unexpected": [], "different": []}
+    in_f32 = 0
+    for row in _rows(out.specs, entries):
+        if row.status == "ok":
+            in_f32 += _is_f32_scale(row)
+        elif not (out.problems and _is_mtp(row.name)):
+            wrong[row.status].append(row)
+    out.problems += _dialects(wrong["unexpected"])
+    out.problems += _named("missing", wrong["missing"]) + _named("unexpected", wrong["unexpected"])
+    out.problems += _differences(wrong["different"])
     if in_f32:
         out.notes.append(f"{in_f32} scales are stored in F32 and read as powers of two")
     return out

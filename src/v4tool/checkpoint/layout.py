@@ -17,7 +17,7 @@ DTYPE_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I32": 
 """Bytes per stored element by safetensors dtype; an I8 element of a weight holds two FP4 codes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A stored tensor: safetensors dtype name, stored shape, number of its shard (from 1)."""
 

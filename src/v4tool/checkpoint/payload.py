@@ -24,7 +24,7 @@ def zero_tails(found: Catalogue) -> list[str]:
     """Shards that end in zeros where weights should be: a download that was not finished."""
     out = []
     for file, header in found.headers.items():
-        start = _zeros_from(found.directory / file, len(header.raw), header.size)
+        start = _zeros_from(found.directory / file, header.length, header.size)
         hit = [
             name
             for name, entry in sorted(header.tensors.items(), key=lambda item: item[1].start)

@@ -41,8 +41,7 @@ _MAX_READ = 1 << 30
 
 
 class Checkpoint:
-    """An open checkpoint, safe to use from several threads; close it or use it as a context
-    manager.
+    """An open checkpoint; several threads may read at once; a context manager.
 
     config: its ModelConfig; directory; fingerprint: hex, see `Catalogue.fingerprint`; notes:
     remarks for the user; specs: name -> TensorSpec of what may be read; bytes_read: bytes taken
@@ -94,10 +93,9 @@ class Checkpoint:
         problems = found.problems or result.problems
         if problems:
             raise CheckpointError(f"{found.directory}: {'; '.join(problems)}")
-        specs = {row.name: row.spec for row in result.rows if row.spec is not None}
         if drop_pages is None:
             drop_pages = sum(h.size for h in found.headers.values()) > memory() // 2
-        return cls(found, config, specs, found.notes + result.notes, drop_pages)
+        return cls(found, config, result.specs, found.notes + result.notes, drop_pages)
 
     def __contains__(self, name: str) -> bool:
         return name in self.specs
