@@ -6,14 +6,13 @@ dtypes, shapes and layout that it expects, and stay alive, is seen to here.
 """
 
 from dataclasses import dataclass
-from threading import local
 
 import torch
 from torch import Tensor
 
 from v4tool.quant import _kernel
 from v4tool.quant._weight import BF16_OF_FP8, FP8_VALUES, QuantizedWeight
-from v4tool.quant._workers import spread
+from v4tool.quant._workers import Scratch, spread
 from v4tool.quant.formats import E4M3, E8M0
 
 _FP4, _FP8, _BF16, _F32 = range(4)  # enum kind
@@ -24,21 +23,7 @@ _E4M3 = E4M3.double()
 _E8M0 = E8M0.double()
 
 
-class _Scratch(local):
-    """Buffers that a thread uses again and again: fresh memory is slow to come by."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, Tensor] = {}
-
-    def take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        """At least `size` elements of no known value, until the next call with the same name."""
-        held = self._held.get(name)
-        if held is None or held.numel() < size:
-            held = self._held[name] = torch.empty(size, dtype=dtype)
-        return held
-
-
-_scratch = _Scratch()
+_scratch = Scratch()
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,259 @@
-"""The products of `linear` without the C kernel."""
+"""The products of `linear` without a compiler: table look-ups into a reused buffer, NumPy's BLAS.
 
-from v4tool.quant._readable_product import grouped, plain, quantized
+A BLAS sums in an order of its own. That is of no consequence where no sum is rounded, and each such
+use is proved before it is made. For some stretch of K let l be the sum of |x|, m the largest |w|,
+and u and v units of x and w: powers of two that all those x and all those w are multiples of. Then
+every product, and so every partial sum in any order, is a multiple of u * v and at most l * m. If
+l * m <= 2^53 * u * v, binary64 holds them all exactly.
 
-__all__ = ["grouped", "plain", "quantized"]
+The bound is taken for each group along K and, by adding up, for all of K. Where it holds for all of
+K (nearly always for quantised x and weights) the product is one call. Where it holds for a group,
+the sums of the groups are one call each and are added in order. What is left, and everything with a
+NaN or an infinity in it, is summed one by one in the order of the definition.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+from torch import Tensor
+
+from v4tool.quant._readable_product import activation
+from v4tool.quant._weight import BF16_OF_FP8, FP8_VALUES, QuantizedWeight
+from v4tool.quant._workers import Scratch, spread
+from v4tool.quant.activation import to_bf16
+from v4tool.quant.formats import E2M1, E8M0, unpack_fp4
+
+F64 = npt.NDArray[np.float64]
+U8 = npt.NDArray[np.uint8]
+
+threadpool_limits(1, user_api="blas")  # the workers are the threads; a BLAS's own would spin
+
+_X_ROWS = 512
+_W_ROWS = 64
+_GROUPS = 16  # summed at a time where they are summed apart: bounds the memory
+_PAIRS = 256
+_LIMIT = 2.0**52  # half of what is allowed, since the bounds themselves are rounded
+
+_E8M0: F64 = E8M0.double().numpy()
+_BYTES = E2M1[unpack_fp4(torch.arange(256, dtype=torch.uint8).unsqueeze(-1)).int()].double()
+_FP4_VALUES = (E8M0.double()[:, None, None] * _BYTES).numpy().view(np.complex128).ravel()
+"""[256 * scale + byte]: both values of a byte, side by side in the place of a complex number."""
+
+_scratch = Scratch()
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """Rows of x or of w, [rows, groups, group] with zeros at the end, and what bounds their sums.
+
+    size: for x the sum of the magnitudes of each group, [rows, groups]; for w the largest magnitude
+    of each group in any row, [groups]. unit: what the values of a group are multiples of, of the
+    same shape; infinite where all are zero.
+    """
+
+    values: F64
+    size: F64
+    unit: F64
+
+
+_Rows = Callable[[int, int], _Operand]
+"""Some rows of a weight, start ... stop."""
+
+
+def quantized(codes: Tensor, scale: Tensor, w: QuantizedWeight, threads: int) -> Tensor:
+    """x as act_quant gives it, [M, K] and [M, ceil(K / 128)], times w [N, K] -> BF16 [M, N]."""
+    group, rows = (32, _fp4_rows(w)) if w.kind == "fp4" else (128, _fp8_rows(w, FP8_VALUES, 0.0))
+    out = torch.empty(codes.shape[0], w.shape[0], dtype=torch.bfloat16)
+    for some in _x_chunks(codes.shape[0]):
+        values = _grouped(activation(codes[some], scale[some]), group)
+        least = np.repeat(_E8M0[scale[some].numpy()] * 2.0**-9, 128 // group, axis=1)
+        x = _x_operand(values, 4, least[:, : values.shape[1]])
+        _multiply(x, rows, range(w.shape[0]), out[some], threads)
+    return out
+
+
+def plain(x: Tensor, w: Tensor, threads: int) -> Tensor:
+    """BF16 [M, K] times BF16 or F32 [N, K] -> binary64 [M, N]."""
+    out = torch.empty(x.shape[0], w.shape[0], dtype=torch.float64)
+    for some in _x_chunks(x.shape[0]):
+        _multiply(_bf16_operand(x[some]), _plain_rows(w), range(w.shape[0]), out[some], threads)
+    return out
+
+
+def grouped(x: Tensor, w: QuantizedWeight, threads: int) -> Tensor:
+    """BF16 [M, G, K] times BF16 of the values of w [G * R, K] -> BF16 [M, G, R]."""
+    out = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
+    rows, per_group = _fp8_rows(w, BF16_OF_FP8, 2.0**-133), w.shape[0] // x.shape[1]
+    for some in _x_chunks(x.shape[0]):
+        for g in range(x.shape[1]):
+            w_rows = range(g * per_group, (g + 1) * per_group)
+            _multiply(_bf16_operand(x[some, g]), rows, w_rows, out[some], threads)
+    return out.view(x.shape[0], x.shape[1], per_group)
+
+
+def _x_chunks(rows: int) -> list[slice]:
+    return [slice(start, min(start + _X_ROWS, rows)) for start in range(0, rows, _X_ROWS)]
+
+
+def _multiply(x: _Operand, w: _Rows, w_rows: range, out: Tensor, threads: int) -> None:
+    """out[:, w_rows] = x times those rows of w."""
+
+    def task(i: int) -> None:
+        start = w_rows.start + i * _W_ROWS
+        stop = min(start + _W_ROWS, w_rows.stop)
+        with np.errstate(all="ignore"):
+            sums = torch.from_numpy(_sums(x, w(start, stop)))
+        sums[sums.isnan()] = torch.nan
+        out[:, start:stop] = sums if out.dtype == torch.float64 else to_bf16(sums)
+
+    spread(task, -(-len(w_rows) // _W_ROWS), threads)
+
+
+# ---- operands ------------------------------------------------------------------------------------
+
+
+def _grouped(x: Tensor, group: int) -> F64:
+    """[M, K] -> binary64 [M, groups, group], zeros at the end."""
+    values = np.zeros((x.shape[0], -(-x.shape[1] // group), group))
+    torch.from_numpy(values).view(x.shape[0], -1)[:, : x.shape[1]] = x
+    return values
+
+
+def _bounds(values: F64, bits: int, least: F64 | float) -> tuple[F64, F64, F64]:
+    """Of each row and group: sum and largest of the magnitudes, a unit of values of `bits` bits.
+
+    least: a unit of all values in any case, that of subnormal ones.
+    """
+    magnitude = np.abs(values)
+    size, largest = magnitude.sum(axis=-1), magnitude.max(axis=-1)
+    magnitude[magnitude == 0] = np.inf
+    smallest = magnitude.min(axis=-1)
+    unit = np.ldexp(1.0, np.frexp(smallest)[1] - bits)
+    return size, largest, np.where(np.isinf(smallest), np.inf, np.maximum(unit, least))
+
+
+def _x_operand(values: F64, bits: int, least: F64 | float) -> _Operand:
+    size, _, unit = _bounds(values, bits, least)
+    return _Operand(values, size, unit)
+
+
+def _bf16_operand(x: Tensor) -> _Operand:
+    return _x_operand(_grouped(x, 128), 8, 2.0**-133)
+
+
+def _buffer(rows: int, groups: int, group: int) -> F64:
+    size = rows * groups * group
+    flat: F64 = _scratch.take("w", size, torch.float64)[:size].numpy()
+    return flat.reshape(rows, groups, group)
+
+
+def _fp4_rows(w: QuantizedWeight) -> _Rows:
+    codes, scale = w.codes.numpy(), w.scale.numpy()
+
+    def rows(start: int, stop: int) -> _Operand:
+        index = _index(codes[start:stop], scale[start:stop], 16)
+        values = _buffer(stop - start, scale.shape[1], 32)
+        _FP4_VALUES.take(index, out=values.view(np.complex128), mode="clip")
+        factor = _E8M0[scale[start:stop]]
+        return _Operand(values, 6 * factor.max(axis=0), 0.5 * factor.min(axis=0))
+
+    return rows
+
+
+def _fp8_rows(w: QuantizedWeight, table: Tensor, least: float) -> _Rows:
+    """table: the value of each scale and code; least: a unit of all of them in any case, or 0."""
+    codes, scale, flat = w.codes.numpy(), w.scale.numpy(), table.numpy().ravel()
+    largest, unit = table[:, 0x7E].numpy()[scale], np.maximum(_E8M0[scale] * 2.0**-9, least)
+
+    def rows(start: int, stop: int) -> _Operand:
+        blocks = np.arange(start, stop) // 128
+        index = _index(codes[start:stop], scale[blocks], 128)
+        values = _buffer(stop - start, scale.shape[1], 128)
+        flat.take(index, out=values, mode="clip")
+        nan = ((codes[start:stop] & 0x7F) == 0x7F).any()
+        size = np.full(scale.shape[1], np.nan) if nan else largest[blocks].max(axis=0)
+        return _Operand(values, size, unit[blocks].min(axis=0))
+
+    return rows
+
+
+def _index(codes: U8, scale: U8, group: int) -> npt.NDArray[np.uint16]:
+    """256 * scale + code; [rows, K], [rows, groups] -> [rows, groups, group], 0 at the end."""
+    missing = scale.shape[1] * group - codes.shape[1]
+    padded = np.pad(codes, ((0, 0), (0, missing))) if missing else codes
+    shifted = (scale.astype(np.uint16) << 8)[..., None]
+    index: npt.NDArray[np.uint16] = padded.reshape(*scale.shape, group) + shifted
+    return index
+
+
+def _plain_rows(w: Tensor) -> _Rows:
+    groups, columns = -(-w.shape[1] // 128), w.shape[1]
+    bits, least = (24, 2.0**-149) if w.dtype == torch.float32 else (8, 2.0**-133)
+
+    def rows(start: int, stop: int) -> _Operand:
+        values = _buffer(stop - start, groups, 128)
+        flat = torch.from_numpy(values).view(stop - start, -1)
+        flat[:, :columns] = w[start:stop]
+        flat[:, columns:] = 0
+        _, largest, unit = _bounds(values, bits, least)
+        return _Operand(values, largest.max(axis=0), unit.min(axis=0))
+
+    return rows
+
+
+# ---- sums ----------------------------------------------------------------------------------------
+
+
+def _sums(x: _Operand, w: _Operand) -> F64:
+    """x times w transposed, [rows of x, rows of w]."""
+    whole = x.size @ w.size <= _LIMIT * (x.unit * w.unit).min(axis=1)
+    if whole.all():
+        return _in_one(x.values, w.values)
+    out = np.empty((x.values.shape[0], w.values.shape[0]))
+    out[whole] = _in_one(x.values[whole], w.values)
+    rest = ~whole
+    out[rest] = _by_group(_Operand(x.values[rest], x.size[rest], x.unit[rest]), w)
+    return out
+
+
+def _in_one(x: F64, w: F64) -> F64:
+    """Exact, so any order will do; + 0 because a sum of the definition is never -0."""
+    columns = x.shape[1] * x.shape[2]
+    out: F64 = np.matmul(x.reshape(-1, columns), w.reshape(-1, columns).T)
+    out += 0.0
+    return out
+
+
+def _by_group(x: _Operand, w: _Operand) -> F64:
+    """The sums of the groups by BLAS where exact, one by one elsewhere; then added in order."""
+    inexact = ~(x.size * w.size <= _LIMIT * x.unit * w.unit)
+    acc = np.zeros((x.values.shape[0], w.values.shape[0]))
+    for start in range(0, x.values.shape[1], _GROUPS):
+        some = slice(start, start + _GROUPS)
+        x_some, w_some = x.values[:, some].transpose(1, 0, 2), w.values[:, some].transpose(1, 2, 0)
+        sums = np.matmul(x_some, w_some)
+        _one_by_one(x_some, w_some, inexact[:, some].T, sums)
+        for g in sums:
+            acc += g
+    return acc
+
+
+def _one_by_one(x: F64, w: F64, where: npt.NDArray[np.bool_], sums: F64) -> None:
+    """sums[g, m] = x[g, m] times w[g] for each g, m that is marked, in increasing k.
+
+    x [groups, M, group], w [groups, group, R], where [groups, M], sums [groups, M, R].
+    """
+    marked = np.argwhere(where)
+    if not len(marked):
+        return
+    w = np.ascontiguousarray(w)
+    for start in range(0, len(marked), _PAIRS):
+        g, m = marked[start : start + _PAIRS].T
+        rows, total = x[g, m], np.zeros((len(g), w.shape[2]))
+        for k in range(w.shape[1]):
+            total += rows[:, k, None] * w[g, k]
+        sums[g, m] = total

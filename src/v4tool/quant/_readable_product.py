@@ -5,7 +5,7 @@ from torch import Tensor
 
 from v4tool.quant._weight import QuantizedWeight, dequantize
 from v4tool.quant.activation import to_bf16
-from v4tool.quant.formats import E4M3, E8M0
+from v4tool.quant.formats import E4M3, E8M0, look_up
 
 
 def quantized(codes: Tensor, scale: Tensor, w: QuantizedWeight, threads: int = 1) -> Tensor:
@@ -27,8 +27,8 @@ def grouped(x: Tensor, w: QuantizedWeight, threads: int = 1) -> Tensor:
 
 def activation(codes: Tensor, scale: Tensor) -> Tensor:
     """The values of a quantised x; binary64 [M, K]."""
-    scales = E8M0.double()[scale.int()].repeat_interleave(128, -1)
-    return E4M3.double()[codes.int()] * scales[:, : codes.shape[1]]
+    scales = look_up(E8M0, scale).double().repeat_interleave(128, -1)
+    return look_up(E4M3, codes).double() * scales[:, : codes.shape[1]]
 
 
 def bf16_values(w: QuantizedWeight, groups: int) -> Tensor:
@@ -43,7 +43,7 @@ def group_of(w: QuantizedWeight) -> int:
 
 def product(x: Tensor, w: Tensor, group: int) -> Tensor:
     """The definition in `linear`, word for word; binary64 [M, K] and [N, K] -> [M, N]."""
-    acc = torch.zeros(x.shape[0], w.shape[0], dtype=torch.float64)
+    acc = x.new_zeros(x.shape[0], w.shape[0])
     w_t = w.t().contiguous()
     for start in range(0, x.shape[1], group):
         g = torch.zeros_like(acc)

@@ -6,7 +6,7 @@ from typing import Literal
 from torch import Tensor
 
 from v4tool.quant.activation import to_bf16
-from v4tool.quant.formats import E2M1, E4M3, E8M0, unpack_fp4
+from v4tool.quant.formats import E2M1, E4M3, E8M0, look_up, unpack_fp4
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ def dequantize(w: QuantizedWeight) -> Tensor:
     """The exact values, element times scale; binary64 [N, K]."""
     rows, cols = w.shape
     if w.kind == "fp4":
-        values, scale = E2M1[unpack_fp4(w.codes).int()], w.scale.repeat_interleave(32, 1)
+        values, scale = look_up(E2M1, unpack_fp4(w.codes)), w.scale.repeat_interleave(32, 1)
     else:
         scale = w.scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)
-        values = E4M3[w.codes.int()]
-    return values.double() * E8M0[scale[:, :cols].int()].double()
+        values = look_up(E4M3, w.codes)
+    return values.double() * look_up(E8M0, scale[:, :cols]).double()
 
 
 FP8_VALUES: Tensor = E8M0.double()[:, None] * E4M3.double()

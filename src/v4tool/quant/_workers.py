@@ -9,6 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import count
+from threading import local
+
+import torch
+from torch import Tensor
 
 
 @cache
@@ -33,3 +37,17 @@ def spread(task: Callable[[int], None], tasks: int, threads: int) -> None:
         for future in futures:
             if not future.cancel():
                 future.result()
+
+
+class Scratch(local):
+    """Buffers that a thread uses again and again: fresh memory is slow to come by."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        """At least `size` elements of no known value, until the next call with the same name."""
+        held = self._held.get(name)
+        if held is None or held.numel() < size:
+            held = self._held[name] = torch.empty(size, dtype=dtype)
+        return held

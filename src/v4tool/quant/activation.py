@@ -6,11 +6,16 @@ tables made by `formats`. A block that holds an infinity or a NaN gets the scale
 which is the only thing here that SPEC leaves open. Left out: the products (`linear`).
 """
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from v4tool.quant.formats import E2M1, E4M3, E8M0, e2m1_encode, e4m3_encode
+from v4tool.quant.formats import E2M1, E4M3, E8M0, e2m1_encode, e4m3_encode, look_up
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
 _FP8_CODE = torch.where(_ALL_BF16.isnan(), 0x7F, e4m3_encode(_ALL_BF16)).to(torch.uint8).numpy()
@@ -60,7 +65,14 @@ def _amax(blocks: Tensor) -> Tensor:
 
 def _quotient_bits(blocks: Tensor, scale: Tensor) -> Tensor:
     """The bits of x / scale, exact in BF16 wherever it matters: uint16, the shape of blocks."""
-    return (blocks * _INVERSE_BF16[scale.int()].unsqueeze(-1)).view(torch.uint16)
+    return (blocks * look_up(_INVERSE_BF16, scale).unsqueeze(-1)).view(torch.uint16)
+
+
+def _take(table: "np.ndarray[Any, Any]", bits: Tensor) -> Tensor:
+    """table[bits], [65536] and uint16 [...]: by NumPy, which is faster, wherever NumPy can."""
+    if bits.device.type == "cpu":
+        return torch.from_numpy(table.take(bits.numpy()))
+    return look_up(torch.from_numpy(table), bits)
 
 
 def act_quant(x: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
@@ -70,8 +82,8 @@ def act_quant(x: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
     """
     blocks = _blocks(x, block)
     scale = fp8_scale(_amax(blocks))
-    codes = _FP8_CODE.take(_quotient_bits(blocks, scale).numpy())
-    return torch.from_numpy(codes).flatten(-2)[..., : x.shape[-1]], scale
+    codes = _take(_FP8_CODE, _quotient_bits(blocks, scale))
+    return codes.flatten(-2)[..., : x.shape[-1]], scale
 
 
 _FP8_VALUE = E4M3[torch.from_numpy(_FP8_CODE).int()].bfloat16().view(torch.int16).numpy()
@@ -85,8 +97,8 @@ def act_quant_inplace(x: Tensor, block: int) -> Tensor:
     """
     blocks = _blocks(x, block)
     scale = fp8_scale(_amax(blocks))
-    q = torch.from_numpy(_FP8_VALUE.take(_quotient_bits(blocks, scale).numpy()))
-    out = q.view(torch.bfloat16) * _E8M0_BF16[scale.int()].unsqueeze(-1)
+    q = _take(_FP8_VALUE, _quotient_bits(blocks, scale))
+    out = q.view(torch.bfloat16) * look_up(_E8M0_BF16, scale).unsqueeze(-1)
     return out.flatten(-2)[..., : x.shape[-1]]
 
 
@@ -95,8 +107,8 @@ def fp4_act_quant(x: Tensor, block: int = 32) -> Tensor:
     same."""
     blocks = _blocks(x, block)
     scale = fp4_scale(_amax(blocks))
-    q = torch.from_numpy(_FP4_VALUE.take(_quotient_bits(blocks, scale).numpy()))
-    out = q.view(torch.bfloat16) * _E8M0_BF16[scale.int()].unsqueeze(-1)
+    q = _take(_FP4_VALUE, _quotient_bits(blocks, scale))
+    out = q.view(torch.bfloat16) * look_up(_E8M0_BF16, scale).unsqueeze(-1)
     return out.flatten(-2)[..., : x.shape[-1]]
 
 

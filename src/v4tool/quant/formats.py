@@ -68,3 +68,8 @@ def e2m1_encode(x: Tensor) -> Tensor:
     units = torch.round(mag / step).to(torch.int64)
     code = torch.where(mag < 1.0, units, units + 2 * exponent)
     return (code | (torch.signbit(v).to(torch.int64) << 3)).to(torch.uint8)
+
+
+def look_up(table: Tensor, codes: Tensor) -> Tensor:
+    """table[codes] on the device of the codes: [n] and integer [...] -> [...]."""
+    return table.to(codes.device)[codes.int()]

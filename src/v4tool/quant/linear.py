@@ -93,6 +93,11 @@ def _backend(name: str) -> _Backend:
     return import_module(f"v4tool.quant._{name}_product")
 
 
+def _backend_for(x: Tensor, numerics: "Numerics") -> _Backend:
+    """The product for x: away from the CPU only the readable one, which is plain torch."""
+    return _backend(backend_in_use(numerics) if x.device.type == "cpu" else "readable")
+
+
 def q_linear(x: Tensor, w: QuantizedWeight, numerics: "Numerics") -> Tensor:
     """Quantise x to FP8 in blocks of 128, multiply by the weight, round to BF16 (SPEC 3).
 
@@ -103,7 +108,7 @@ def q_linear(x: Tensor, w: QuantizedWeight, numerics: "Numerics") -> Tensor:
         values = readable.activation(codes, scale)
         out = to_bf16(F.linear(values.float(), dequantize(w).float()))
     else:
-        out = _backend(backend_in_use(numerics)).quantized(codes, scale, w, numerics.threads)
+        out = _backend_for(codes, numerics).quantized(codes, scale, w, numerics.threads)
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -115,7 +120,7 @@ def linear_hi(x: Tensor, w: Tensor, numerics: "Numerics") -> Tensor:
     if numerics.accumulate == "float32":
         return F.linear(x.float(), w.float())
     rows = x.reshape(-1, x.shape[-1])
-    out = _backend(backend_in_use(numerics)).plain(rows, w, numerics.threads)
+    out = _backend_for(rows, numerics).plain(rows, w, numerics.threads)
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -130,5 +135,5 @@ def grouped_linear(x: Tensor, w: QuantizedWeight, numerics: "Numerics") -> Tenso
         weights = readable.bf16_values(w, x.shape[-2]).float()
         out = to_bf16(torch.einsum("mgk,grk->mgr", rows.float(), weights))
     else:
-        out = _backend(backend_in_use(numerics)).grouped(rows, w, numerics.threads)
+        out = _backend_for(rows, numerics).grouped(rows, w, numerics.threads)
     return out.reshape(*x.shape[:-1], -1)
