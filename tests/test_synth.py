@@ -275,7 +275,8 @@ def test_unquantised_values(nano: Made) -> None:
     ]
     with Checkpoint.open(nano.directory) as checkpoint:
         for name, mean, deviation in expected:
-            values = checkpoint.read(name).double()
+            rows = min(4096, checkpoint.specs[name].shape[0])
+            values = checkpoint.read_rows(name, 0, rows).double()
             assert values.isfinite().all(), name
             assert abs(values.mean() - mean) < 5 * deviation / values.numel() ** 0.5, name
             assert abs(values.std() / deviation - 1) < 0.1, name
