@@ -475,3 +475,7 @@ def main(run: Callable[[], None] = app) -> None:
         # the reader of stdout has gone, as `head` does; there is nobody left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

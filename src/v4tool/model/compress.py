@@ -87,7 +87,8 @@ def block_rows(x: Tensor, first_block: int, blocks: int, ratio: int, before: flo
     previous block's rows in the FIRST d columns and its own in the LAST d; before block 0 stands `before`.
     """
     if compressor_groups(ratio) == 1:
-        return x[: blocks * ratio].unflatten(0, (blocks, ratio))
+        own: Tensor = x[: blocks * ratio].unflatten(0, (blocks, ratio))
+        return own
     d = x.shape[-1] // 2
     if first_block == 0:
         x = torch.cat([x.new_full((ratio, 2 * d), before), x])

@@ -9,7 +9,7 @@ sequence's stretch of it. A `Scope` is a place in the module tree: `scope / "att
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -150,7 +150,13 @@ class Scope:
         """I64 [T]: the token ids of the batch."""
         return torch.cat([segment.ids for segment in self.segments])
 
-    def parts(self, *xs: Tensor) -> Iterator[tuple[Segment, *tuple[Tensor, ...]]]:
+    @overload
+    def parts(self, x: Tensor, /) -> Iterator[tuple[Segment, Tensor]]: ...
+
+    @overload
+    def parts(self, x: Tensor, y: Tensor, /) -> Iterator[tuple[Segment, Tensor, Tensor]]: ...
+
+    def parts(self, *xs: Tensor) -> Any:
         """Every segment with its stretch of each batch tensor [T, ...]."""
         sizes = [segment.step.tokens for segment in self.segments]
         return zip(self.segments, *(x.split(sizes) for x in xs), strict=True)
