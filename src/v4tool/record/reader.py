@@ -5,6 +5,7 @@ readable.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -50,6 +51,12 @@ class Recording:
     def spec(self, key: str) -> tuple[str, tuple[int, ...]]:
         """The safetensors dtype and the shape of a key."""
         return self.specs[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
 
     def __contains__(self, key: object) -> bool:
         return key in self.specs
