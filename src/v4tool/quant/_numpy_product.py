@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch import Tensor
 
@@ -35,8 +36,10 @@ threadpool_limits(1, user_api="blas")  # the workers are the threads; a BLAS's o
 _X_ROWS = 512
 _W_ROWS = 64
 _GROUPS = 16  # summed at a time where they are summed apart: bounds the memory
-_PAIRS = 256
-_LIMIT = 2.0**52  # half of what is allowed, since the bounds themselves are rounded
+_PRODUCTS, _SUMS = 2**16, 2**16  # at a time where they are summed one by one
+_LIMIT = 2.0**53 * (
+    1 - 2.0**-40
+)  # a little less than is allowed: the bounds themselves are rounded
 
 _E8M0: F64 = E8M0.double().numpy()
 _BYTES = E2M1[unpack_fp4(torch.arange(256, dtype=torch.uint8).unsqueeze(-1)).int()].double()
@@ -123,22 +126,20 @@ def _grouped(x: Tensor, group: int) -> F64:
     return values
 
 
-def _bounds(values: F64, bits: int, least: F64 | float) -> tuple[F64, F64, F64]:
-    """Of each row and group: sum and largest of the magnitudes, a unit of values of `bits` bits.
+def _unit(smallest: F64, bits: int, least: F64 | float) -> F64:
+    """A unit of values of so many bits, the smallest of which is given; infinity if none is.
 
     least: a unit of all values in any case, that of subnormal ones.
     """
-    magnitude = np.abs(values)
-    size, largest = magnitude.sum(axis=-1), magnitude.max(axis=-1)
-    magnitude[magnitude == 0] = np.inf
-    smallest = magnitude.min(axis=-1)
-    unit = np.ldexp(1.0, np.frexp(smallest)[1] - bits)
-    return size, largest, np.where(np.isinf(smallest), np.inf, np.maximum(unit, least))
+    unit = np.maximum(np.ldexp(1.0, np.frexp(smallest)[1] - bits), least)
+    return np.where(np.isinf(smallest), np.inf, unit)
 
 
 def _x_operand(values: F64, bits: int, least: F64 | float) -> _Operand:
-    size, _, unit = _bounds(values, bits, least)
-    return _Operand(values, size, unit)
+    magnitude = np.abs(values)
+    size = magnitude.sum(axis=-1)
+    magnitude[magnitude == 0] = np.inf
+    return _Operand(values, size, _unit(magnitude.min(axis=-1), bits, least))
 
 
 def _bf16_operand(x: Tensor) -> _Operand:
@@ -199,10 +200,23 @@ def _plain_rows(w: Tensor) -> _Rows:
         flat = torch.from_numpy(values).view(stop - start, -1)
         flat[:, :columns] = w[start:stop]
         flat[:, columns:] = 0
-        _, largest, unit = _bounds(values, bits, least)
-        return _Operand(values, largest.max(axis=0), unit.min(axis=0))
+        largest, smallest = _extremes(F.pad(w[start:stop], (0, groups * 128 - columns)))
+        return _Operand(values, largest, _unit(smallest, bits, least))
 
     return rows
+
+
+def _extremes(w: Tensor) -> tuple[F64, F64]:
+    """The largest and the smallest non-zero magnitude in each 128 columns of BF16 or F32 [rows, K].
+
+    Without their signs the bits sort as the magnitudes, NaN above all.
+    """
+    as_int = torch.int32 if w.dtype == torch.float32 else torch.int16
+    most = torch.iinfo(as_int).max
+    bits = (w.view(as_int) & most).view(w.shape[0], -1, 128)
+    largest = bits.amax((0, 2)).view(w.dtype).double()
+    smallest = torch.where(bits == 0, most, bits).amin((0, 2)).view(w.dtype).double()
+    return largest.numpy(), torch.where(largest == 0, torch.inf, smallest).numpy()
 
 
 # ---- sums ----------------------------------------------------------------------------------------
@@ -247,13 +261,26 @@ def _one_by_one(x: F64, w: F64, where: npt.NDArray[np.bool_], sums: F64) -> None
 
     x [groups, M, group], w [groups, group, R], where [groups, M], sums [groups, M, R].
     """
-    marked = np.argwhere(where)
-    if not len(marked):
+    if np.count_nonzero(where) * 8 > where.size:
+        sums[where] = _all_one_by_one(x, w)[where]
         return
-    w = np.ascontiguousarray(w)
-    for start in range(0, len(marked), _PAIRS):
-        g, m = marked[start : start + _PAIRS].T
-        rows, total = x[g, m], np.zeros((len(g), w.shape[2]))
-        for k in range(w.shape[1]):
-            total += rows[:, k, None] * w[g, k]
-        sums[g, m] = total
+    marked = np.argwhere(where)
+    step = max(1, _PRODUCTS // (w.shape[1] * w.shape[2]))
+    for start in range(0, len(marked), step):
+        g, m = marked[start : start + step].T
+        products = x[g, m][:, :, None] * w[g]
+        sums[g, m] = np.add.accumulate(products, axis=1, out=products)[:, -1]
+
+
+def _all_one_by_one(x: F64, w: F64) -> F64:
+    """All of them, with some rows of x at a time whose sums stay in the cache."""
+    x_k = torch.from_numpy(x).permute(2, 0, 1).contiguous().unsqueeze(-1)  # [group, groups, M, 1]
+    w_k = torch.from_numpy(w).transpose(0, 1).contiguous().unsqueeze(2)  # [group, groups, 1, R]
+    sums = torch.zeros(x.shape[0], x.shape[1], w.shape[2], dtype=torch.float64)
+    step = max(1, _SUMS // (sums.shape[0] * sums.shape[2]))
+    for start in range(0, x.shape[1], step):
+        some = sums[:, start : start + step]
+        for k in range(x.shape[2]):
+            some.addcmul_(x_k[k, :, start : start + step], w_k[k])
+    out: F64 = sums.numpy()
+    return out
