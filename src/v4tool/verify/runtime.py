@@ -66,7 +66,11 @@ class Scope:
 
 @dataclass
 class Frame:
-    """One node that is running."""
+    """One node that is running.
+
+    called: it has called other nodes; received: memory of what these gave it. recorded: its results
+    are wanted.
+    """
 
     spec: NodeSpec
     templates: dict[str, Any]
@@ -74,6 +78,7 @@ class Frame:
     inputs: tuple[ValueRef, ...]
     called: bool = False
     recorded: bool = True
+    received: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -386,10 +391,11 @@ class Runtime:
         order = (self._pass, self._outer, self._inner)
         unkeyed = []
         for position, (key, value) in enumerate(zip(keys, values, strict=True)):
-            judged = key in self._keys
-            if not judged and isinstance(value, Tensor) and self._ref(value) is None:
+            if key not in self._keys and self._made_here(frame, value):
                 unkeyed.append(position)
                 self._remember(value, ValueRef(order, position))
+        if len(self._frames) > 1:
+            self._frames[-2].received |= {_memory(v) for v in values if isinstance(v, Tensor)}
         if not frame.recorded or (not comparisons and not keys):
             return
         names = [c.key for c in comparisons] or [k for k in keys if k is not None]
@@ -469,14 +475,20 @@ class Runtime:
         """The origin of a value that no key judges, recognised by its memory (views share it)."""
         if not isinstance(value, Tensor) or not value.numel():
             return None
-        entry = self._unkeyed.get(value.untyped_storage().data_ptr())
+        entry = self._unkeyed.get(_memory(value))
         return entry[1] if entry else None
+
+    def _made_here(self, frame: Frame, value: Any) -> bool:
+        """Whether a node computed a tensor itself and does not pass on what another one gave it."""
+        if not isinstance(value, Tensor) or _memory(value) in frame.received:
+            return False
+        return self._ref(value) is None
 
     def _remember(self, value: Tensor, ref: ValueRef) -> None:
         """Keep an unjudged value alive until its unit ends, so that its memory is not another's."""
         if value.numel():
             depth = len(self._frames)
-            self._unkeyed[value.untyped_storage().data_ptr()] = (value, ref, depth)
+            self._unkeyed[_memory(value)] = (value, ref, depth)
 
     def _forget_inner(self) -> None:
         self._unkeyed = {k: v for k, v in self._unkeyed.items() if v[2] <= 2}
@@ -490,6 +502,11 @@ def label(spec: NodeSpec, templates: dict[str, Any]) -> str:
         if name not in ("prefix", "wprefix", "stage", "layer")
     ]
     return f"{spec.name}[{', '.join(distinct)}]" if distinct else spec.name
+
+
+def _memory(value: Tensor) -> int:
+    """Where a tensor's storage lies; views have their base's."""
+    return value.untyped_storage().data_ptr()
 
 
 def _typed(recorded: Tensor) -> Tensor:

@@ -3,40 +3,60 @@ not.
 
 Isolated runs hand on recorded values, so a node with a wrong key had good inputs and is wrong by
 itself, unless one of its inputs has no key of its own (the streams behind an attention's hc_post,
-the scores of a gate, ...). Such a value is judged by all who use it. It is accused when at least
-two of them are wrong, at the first token already: the operators without keys treat all tokens
-alike, so a fault of theirs shows at once, whereas two users that rotate by position agree on token
-0. A value with one user that is wrong cannot be told apart from that user: the user is named, the
-value's node is a suspect. When a value is the very output of an enclosing node, that output judges
-it directly.
+the scores of a gate, ...). Such a value is judged by all who use it. It is accused when two of them
+are wrong at the same token, unless one is grossly wrong at a token where another one is right: a
+value as wrong as that would have shown there too, so that user is wrong by itself. A value with one
+user that is wrong cannot be told apart from that user: the user is named, the value's node is a
+suspect. When a value is the very output of an enclosing node, that output is its key.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations, permutations
 
 from v4tool.verify.compare import Rule
 from v4tool.verify.results import Comparison, NodeResult, Order, ValueRef, Verdict
 
+Errors = tuple[float, ...]
+"""Of each token the largest error, relative to the key's largest value; 0 where it is right."""
 
-@dataclass(frozen=True)
-class Branch:
-    """One user of a value: whether it is wrong, and wrong from the first token on."""
-
-    fails: bool
-    from_start: bool
-
-    @staticmethod
-    def union(branches: Iterable["Branch"]) -> "Branch":
-        """Wrong if any of several pieces of evidence is."""
-        every = list(branches)
-        return Branch(any(b.fails for b in every), any(b.from_start for b in every))
+GROSS = 2.0**-7
+"""An error of one unit in the last place of BF16 at least: no user of a value could hide it."""
 
 
-def branch_of(comparisons: Iterable[Comparison]) -> Branch:
-    """What some comparisons say about their node."""
-    return Branch.union(Branch(c.fails, c.wrong_from_start) for c in comparisons)
+def errors_of(comparisons: Iterable[Comparison]) -> Errors:
+    """How wrong some comparisons say their node is; () where nothing is wrong."""
+    return worst_of(c.per_token or (math.inf,) for c in comparisons if c.fails)
+
+
+def worst_of(several: Iterable[Errors]) -> Errors:
+    """Token by token the largest of several errors; of the longest form where they do not match."""
+    every = [errors for errors in several if errors]
+    longest = max(map(len, every), default=0)
+    same = [errors for errors in every if len(errors) == longest]
+    return tuple(max(column) for column in zip(*same, strict=True))
+
+
+def agree(a: Errors, b: Errors) -> bool:
+    """Whether two users are wrong at the same token, as far as their tokens can be matched.
+
+    Gross errors must begin at the first token: whatever has no key treats all tokens alike, whereas a
+    rotation, whose users may both be wrong behind it, leaves position 0 as it is.
+    """
+    if len(a) != len(b):
+        return bool(a and b)
+    both = [min(x, y) for x, y in zip(a, b, strict=True)]
+    return any(error > 0 for error in both) and (both[0] > 0 or max(both) < GROSS)
+
+
+def acquits(right: Errors, wrong: Errors) -> bool:
+    """Whether `wrong` is grossly wrong at a token where `right` is right."""
+    if len(right) != len(wrong):
+        return not right and any(y >= GROSS for y in wrong)
+    return any(x == 0 and y >= GROSS for x, y in zip(right, wrong, strict=True))
 
 
 @dataclass
@@ -44,7 +64,7 @@ class Evidence:
     """The nodes of a run and who uses whose unkeyed values."""
 
     nodes: tuple[NodeResult, ...]
-    _memo: dict[ValueRef, tuple[Branch, ...]] = field(default_factory=dict)
+    _memo: dict[ValueRef, tuple[Errors, ...]] = field(default_factory=dict)
 
     @cached_property
     def by_order(self) -> dict[Order, NodeResult]:
@@ -66,38 +86,38 @@ class Evidence:
         judges: dict[ValueRef, list[Comparison]] = defaultdict(list)
         for node in self.nodes:
             for comparison, ref in zip(node.comparisons, node.judges, strict=True):
-                if ref is not None:
+                if ref is not None and comparison.judged:
                     judges[ref].append(comparison)
         return judges
 
-    def branches(self, value: ValueRef) -> tuple[Branch, ...]:
-        """Every user of a value, judged."""
+    def branches(self, value: ValueRef) -> tuple[Errors, ...]:
+        """How wrong every user of a value is."""
         if value not in self._memo:
-            self._memo[value] = ()  # a cycle cannot be, but shall not hang
-            direct = [branch_of([c]) for c in self.judges[value]] if value in self.judges else []
-            users = [self.user_branch(node) for node in self.users.get(value, [])]
+            users = [self._user_errors(node) for node in self.users.get(value, [])]
+            direct = [errors_of([c]) for c in self.judges.get(value, [])]
             self._memo[value] = (*direct, *users)
         return self._memo[value]
 
-    def user_branch(self, node: NodeResult) -> Branch:
-        """A user is wrong by its own keys, or by its values without keys if they are accused."""
+    def _user_errors(self, node: NodeResult) -> Errors:
+        """A user is wrong by its own keys, or by its values without keys as far as these are."""
         values = [ValueRef(node.order, p) for p in node.unkeyed_outputs]
-        return Branch.union([branch_of(node.comparisons), *map(self.value_branch, values)])
+        return worst_of([errors_of(node.comparisons), *map(self._value_errors, values)])
 
-    def value_branch(self, value: ValueRef) -> Branch:
-        """Whether a value is wrong as far as its users can tell: by two of them, or by its only
-        one."""
-        branches = self.branches(value)
-        wrong = [b for b in branches if b.fails]
+    def _value_errors(self, value: ValueRef) -> Errors:
+        """How wrong a value is by the word of its users: two of them, or the only one."""
         if value in self.judges:
-            return branch_of(self.judges[value])
-        if self.accused(value) or (wrong and len(branches) == 1):
-            return Branch.union(wrong)
-        return Branch(False, False)
+            return errors_of(self.judges[value])
+        branches = self.branches(value)
+        if self.accused(value) or len(branches) == 1:
+            return worst_of(branches)
+        return ()
 
     def accused(self, value: ValueRef) -> bool:
-        """Whether at least two users are wrong, from the first token on."""
-        return sum(b.fails and b.from_start for b in self.branches(value)) >= 2
+        """Whether two users are wrong at the same token, and no third acquits the value."""
+        branches = self.branches(value)
+        if any(acquits(a, b) for a, b in permutations(branches, 2) if b):
+            return False
+        return any(agree(a, b) for a, b in combinations(branches, 2))
 
 
 def first_wrong(nodes: tuple[NodeResult, ...], rule: Rule) -> Verdict | None:
@@ -120,15 +140,10 @@ def _blame(
     node, because = seen_in, ""
     if judged is not None:
         node = evidence.by_order.get(judged.order, seen_in)
-    suspects: list[str] = []
-    while True:
-        culprit, more = _upstream(evidence, node)
-        if culprit is None:
-            suspects += more
-            break
-        node = culprit
-        because = "its value has no key of its own, and those who use it are wrong from the start"
-    text = comparison.note or rule.text(comparison.kind)
+    culprit, suspects = _upstream(evidence, node)
+    while culprit is not None:
+        node, because = culprit, "its value has no key of its own, but those who use it are wrong"
+        culprit, suspects = _upstream(evidence, node)
     return Verdict(
         operator=node.label,
         kind=node.kind,
@@ -136,7 +151,7 @@ def _blame(
         line=node.line,
         key=comparison.key,
         status=comparison.status,
-        rule=text,
+        rule=comparison.note or rule.text(comparison.kind),
         because=because,
         suspects=tuple(dict.fromkeys(suspects)),
     )
@@ -152,8 +167,7 @@ def _upstream(evidence: Evidence, node: NodeResult) -> tuple[NodeResult | None, 
             continue
         if evidence.accused(value):
             return maker, []
-        branches = evidence.branches(value)
-        if len(branches) == 1 or all(b.fails for b in branches):
+        if all(evidence.branches(value)):
             culprit, more = _upstream(evidence, maker)
             if culprit is not None:
                 return culprit, []
