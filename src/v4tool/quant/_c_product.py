@@ -13,7 +13,7 @@ from torch import Tensor
 from v4tool.quant import _kernel
 from v4tool.quant._weight import BF16_OF_FP8, FP8_VALUES, QuantizedWeight
 from v4tool.quant._workers import Scratch, spread
-from v4tool.quant.formats import E4M3, E8M0
+from v4tool.quant.formats import E4M3, E8M0, e4m3_encode
 
 _FP4, _FP8, _BF16, _F32 = range(4)  # enum kind
 _X_ROWS = 384  # packed at a time: bounds the memory; decoding the weight again costs little by then
@@ -21,6 +21,8 @@ _W_ROWS = 128  # at most in one task
 
 _E4M3 = E4M3.double()
 _E8M0 = E8M0.double()
+_CODE = e4m3_encode(torch.arange(32768, dtype=torch.int16).view(torch.bfloat16))
+"""The E4M3 code of every BF16 magnitude, by its bits."""
 
 
 _scratch = Scratch()
@@ -47,16 +49,15 @@ class _W:
     table: Tensor | None = None
 
 
-def quantized(codes: Tensor, scale: Tensor, w: QuantizedWeight, threads: int) -> Tensor:
-    """x as act_quant gives it, [M, K] and [M, ceil(K / 128)], times w [N, K] -> BF16 [M, N]."""
+def quantized(x: Tensor, w: QuantizedWeight, threads: int) -> Tensor:
+    """BF16 [M, K], quantised as by act_quant, times w [N, K] -> BF16 [M, N]."""
     kind, table, pack = (
         (_FP4, _E8M0, _pack_for_fp4) if w.kind == "fp4" else (_FP8, FP8_VALUES, _pack_fp8)
     )
     weight = _W(kind, w.shape, w.codes.contiguous(), w.scale.contiguous(), table)
-    codes, scale = codes.contiguous(), scale.contiguous()
-    out = torch.empty(codes.shape[0], w.shape[0], dtype=torch.bfloat16)
-    for rows in _x_chunks(codes.shape[0]):
-        _multiply(pack(codes[rows], scale[rows]), weight, range(w.shape[0]), out[rows], threads)
+    out = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
+    for rows in _x_chunks(x.shape[0]):
+        _multiply(pack(_rows(x[rows])), weight, range(w.shape[0]), out[rows], threads)
     return out
 
 
@@ -66,7 +67,7 @@ def plain(x: Tensor, w: Tensor, threads: int) -> Tensor:
     weight = _W(kind, (w.shape[0], w.shape[1]), w.contiguous())
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.float64)
     for rows in _x_chunks(x.shape[0]):
-        _multiply(_pack_bf16(x[rows]), weight, range(w.shape[0]), out[rows], threads)
+        _multiply(_pack_bf16(_rows(x[rows])), weight, range(w.shape[0]), out[rows], threads)
     return out
 
 
@@ -78,7 +79,7 @@ def grouped(x: Tensor, w: QuantizedWeight, threads: int) -> Tensor:
     for rows in _x_chunks(x.shape[0]):
         for g in range(x.shape[1]):
             w_rows = range(g * per_group, (g + 1) * per_group)
-            _multiply(_pack_bf16(x[rows, g]), weight, w_rows, out[rows], threads)
+            _multiply(_pack_bf16(_rows(x[rows, g])), weight, w_rows, out[rows], threads)
     return out.view(x.shape[0], x.shape[1], per_group)
 
 
@@ -94,31 +95,36 @@ def _packed(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     return _scratch.take("x", size, torch.uint8)[:size].view(dtype)
 
 
-def _pack_fp8(codes: Tensor, scale: Tensor) -> _X:
-    rows, columns = codes.shape
-    x = _X(rows, _packed(rows, columns, torch.float64))
+def _rows(x: Tensor) -> Tensor:
+    """x with its columns side by side, as the kernel reads it; its rows may lie apart."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _pack_fp8(x: Tensor) -> _X:
+    rows, columns = x.shape
+    packed = _X(rows, _packed(rows, columns, torch.float64))
     _kernel.pack_fp8(
-        codes.data_ptr(), scale.data_ptr(), _E4M3.data_ptr(), _E8M0.data_ptr(),
-        rows, columns, x.values.data_ptr(),
+        x.data_ptr(), x.stride(0), _CODE.data_ptr(), _E4M3.data_ptr(), _E8M0.data_ptr(),
+        rows, columns, packed.values.data_ptr(),
     )  # fmt: skip
-    return x
+    return packed
 
 
-def _pack_for_fp4(codes: Tensor, scale: Tensor) -> _X:
-    rows, columns = codes.shape
-    x_scale = _scratch.take("x_scale", scale.numel(), torch.float64)
-    wide = _scratch.take("wide", scale.numel(), torch.uint8)
-    x = _X(rows, _packed(rows, columns, torch.float32), x_scale, wide)
+def _pack_for_fp4(x: Tensor) -> _X:
+    rows, columns = x.shape
+    blocks = -(-columns // _kernel.BLOCK)
+    scale = _scratch.take("x_scale", rows * blocks, torch.float64)
+    wide = _scratch.take("wide", rows * blocks, torch.uint8)
+    packed = _X(rows, _packed(rows, columns, torch.float32), scale, wide)
     _kernel.pack_fp8_for_fp4(
-        codes.data_ptr(), scale.data_ptr(), _E4M3.data_ptr(), _E8M0.data_ptr(),
-        rows, columns, x.values.data_ptr(), x_scale.data_ptr(), wide.data_ptr(),
+        x.data_ptr(), x.stride(0), _CODE.data_ptr(), _E4M3.data_ptr(), _E8M0.data_ptr(),
+        rows, columns, packed.values.data_ptr(), scale.data_ptr(), wide.data_ptr(),
     )  # fmt: skip
-    return x
+    return packed
 
 
 def _pack_bf16(x: Tensor) -> _X:
     rows, columns = x.shape
-    x = x if x.stride(1) == 1 else x.contiguous()
     packed = _X(rows, _packed(rows, columns, torch.float64))
     _kernel.pack_bf16(x.data_ptr(), x.stride(0), rows, columns, packed.values.data_ptr())
     return packed

@@ -25,15 +25,46 @@ static void run(const Product *p)
 
 /* ---- x as [blocks of k][m][BLOCK] --------------------------------------------------------------- */
 
-/* E4M3 codes [m][k] and scale codes [m][blocks of k], with the values of both. */
-static void pack_fp8(const uint8_t *codes, const uint8_t *scale, const double *e4m3,
+/* act_quant of one block of BF16 values: their E4M3 codes, and the code of the scale as the result.
+ *
+ * A division by a power of two changes the exponent alone: code_of is indexed by the bits of the BF16
+ * quotient without its sign. Quotients too small for that are below half a step of the grid. */
+static uint8_t quantize(const uint16_t *x, ptrdiff_t count, const uint8_t *code_of, uint8_t *codes)
+{
+    uint16_t most = 0;
+    for (ptrdiff_t j = 0; j < count; j++) {
+        uint16_t magnitude = x[j] & 0x7FFF;
+        most = magnitude > most ? magnitude : most;
+    }
+    if (most >= 0x7F80) { /* an infinity or a NaN: the scale is NaN */
+        memset(codes, 0x7F, (size_t)count);
+        return 255;
+    }
+    union {
+        float value;
+        uint32_t bits;
+    } scale = {(float)bf16_value(most)};
+    scale.value = (scale.value < 1e-4f ? 1e-4f : scale.value) * (1.0f / 448);
+    int code = (int)(scale.bits >> 23) + ((scale.bits & 0x7FFFFF) != 0);
+    int shift = (code - 127) * 128; /* 128 steps of the bits are one of the exponent */
+    for (ptrdiff_t j = 0; j < count; j++) {
+        int magnitude = x[j] & 0x7FFF, quotient = magnitude < 128 ? 0 : magnitude - shift;
+        codes[j] = (uint8_t)((quotient < 0 ? 0 : code_of[quotient]) | (x[j] >> 8 & 0x80));
+    }
+    return (uint8_t)code;
+}
+
+/* BF16 rows that lie stride values apart, quantised; e4m3 and e8m0 are the values of both codes. */
+static void pack_fp8(const uint16_t *x, ptrdiff_t stride, const uint8_t *code_of, const double *e4m3,
                      const double *e8m0, ptrdiff_t m, ptrdiff_t k, double *out)
 {
+    uint8_t codes[BLOCK];
     for (ptrdiff_t block = 0; block < k; block += BLOCK)
         for (ptrdiff_t i = 0; i < m; i++, out += BLOCK) {
-            double factor = e8m0[scale[i * ceil_div(k, BLOCK) + block / BLOCK]];
-            for (ptrdiff_t j = 0; j < smaller(BLOCK, k - block); j++)
-                out[j] = e4m3[codes[i * k + block + j]] * factor;
+            ptrdiff_t count = smaller(BLOCK, k - block);
+            double scale = e8m0[quantize(x + i * stride + block, count, code_of, codes)];
+            for (ptrdiff_t j = 0; j < count; j++)
+                out[j] = e4m3[codes[j]] * scale;
         }
 }
 
@@ -68,22 +99,22 @@ INLINE uint8_t needs_binary64(const uint8_t *codes, ptrdiff_t count)
 }
 
 /* As pack_fp8, for FP4 weights: without the scale, and what else product_fp4 reads. */
-static void pack_fp8_for_fp4(const uint8_t *codes, const uint8_t *scale, const double *e4m3,
-                             const double *e8m0, ptrdiff_t m, ptrdiff_t k, float *out,
-                             double *x_scale, uint8_t *wide)
+static void pack_fp8_for_fp4(const uint16_t *x, ptrdiff_t stride, const uint8_t *code_of,
+                             const double *e4m3, const double *e8m0, ptrdiff_t m, ptrdiff_t k,
+                             float *out, double *x_scale, uint8_t *wide)
 {
+    uint8_t codes[BLOCK];
     for (ptrdiff_t block = 0; block < k; block += BLOCK)
         for (ptrdiff_t i = 0; i < m; i++, out += BLOCK, x_scale++, wide++) {
-            const uint8_t *code = codes + i * k + block;
             ptrdiff_t count = smaller(BLOCK, k - block);
+            /* half, for the values of the weight are doubled */
+            *x_scale = 0.5 * e8m0[quantize(x + i * stride + block, count, code_of, codes)];
             memset(out, 0, BLOCK * sizeof *out); /* the last group is computed in full */
             for (ptrdiff_t j = 0; j < count; j++)
-                out[j] = (float)e4m3[code[j]];
-            /* half, for the values of the weight are doubled */
-            *x_scale = 0.5 * e8m0[scale[i * ceil_div(k, BLOCK) + block / BLOCK]];
+                out[j] = (float)e4m3[codes[j]];
             *wide = 0;
             for (ptrdiff_t j = 0; j < count; j += GROUP4)
-                *wide |= (uint8_t)(needs_binary64(code + j, smaller(GROUP4, count - j)) << j / GROUP4);
+                *wide |= (uint8_t)(needs_binary64(codes + j, smaller(GROUP4, count - j)) << j / GROUP4);
         }
 }
 
@@ -116,13 +147,13 @@ static PyObject *py_product(PyObject *self, PyObject *args)
 
 static PyObject *py_pack_fp8(PyObject *self, PyObject *args)
 {
-    Address codes, scale, e4m3, e8m0, out;
-    Py_ssize_t m, k;
+    Address x, code_of, e4m3, e8m0, out;
+    Py_ssize_t stride, m, k;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KKKKnnK", &codes, &scale, &e4m3, &e8m0, &m, &k, &out))
+    if (!PyArg_ParseTuple(args, "KnKKKnnK", &x, &stride, &code_of, &e4m3, &e8m0, &m, &k, &out))
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
-    pack_fp8(AT(uint8_t, codes), AT(uint8_t, scale), AT(double, e4m3), AT(double, e8m0), m, k,
+    pack_fp8(AT(uint16_t, x), stride, AT(uint8_t, code_of), AT(double, e4m3), AT(double, e8m0), m, k,
              AT(double, out));
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
@@ -130,15 +161,15 @@ static PyObject *py_pack_fp8(PyObject *self, PyObject *args)
 
 static PyObject *py_pack_fp8_for_fp4(PyObject *self, PyObject *args)
 {
-    Address codes, scale, e4m3, e8m0, out, x_scale, wide;
-    Py_ssize_t m, k;
+    Address x, code_of, e4m3, e8m0, out, x_scale, wide;
+    Py_ssize_t stride, m, k;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KKKKnnKKK", &codes, &scale, &e4m3, &e8m0, &m, &k, &out, &x_scale,
-                          &wide))
+    if (!PyArg_ParseTuple(args, "KnKKKnnKKK", &x, &stride, &code_of, &e4m3, &e8m0, &m, &k, &out,
+                          &x_scale, &wide))
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
-    pack_fp8_for_fp4(AT(uint8_t, codes), AT(uint8_t, scale), AT(double, e4m3), AT(double, e8m0), m,
-                     k, AT(float, out), AT(double, x_scale), AT(uint8_t, wide));
+    pack_fp8_for_fp4(AT(uint16_t, x), stride, AT(uint8_t, code_of), AT(double, e4m3),
+                     AT(double, e8m0), m, k, AT(float, out), AT(double, x_scale), AT(uint8_t, wide));
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -158,8 +189,8 @@ static PyObject *py_pack_bf16(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"product", py_product, METH_VARARGS, "Some rows of a product; see Product in _kernel.c."},
-    {"pack_fp8", py_pack_fp8, METH_VARARGS, "Quantised x, for FP8 weights."},
-    {"pack_fp8_for_fp4", py_pack_fp8_for_fp4, METH_VARARGS, "Quantised x, for FP4 weights."},
+    {"pack_fp8", py_pack_fp8, METH_VARARGS, "BF16 x, quantised, for FP8 weights."},
+    {"pack_fp8_for_fp4", py_pack_fp8_for_fp4, METH_VARARGS, "BF16 x, quantised, for FP4 weights."},
     {"pack_bf16", py_pack_bf16, METH_VARARGS, "BF16 x, for weights in BF16, F32 and BF16(FP8)."},
     {NULL, NULL, 0, NULL},
 };

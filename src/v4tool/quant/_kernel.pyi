@@ -21,10 +21,13 @@ def product(
     out_bf16: bool,
     /,
 ) -> None: ...
-def pack_fp8(codes: int, scale: int, e4m3: int, e8m0: int, m: int, k: int, out: int, /) -> None: ...
+def pack_fp8(
+    x: int, stride: int, code_of: int, e4m3: int, e8m0: int, m: int, k: int, out: int, /
+) -> None: ...
 def pack_fp8_for_fp4(
-    codes: int,
-    scale: int,
+    x: int,
+    stride: int,
+    code_of: int,
     e4m3: int,
     e8m0: int,
     m: int,
@@ -34,4 +37,4 @@ def pack_fp8_for_fp4(
     wide: int,
     /,
 ) -> None: ...
-def pack_bf16(bits: int, stride: int, m: int, k: int, out: int, /) -> None: ...
+def pack_bf16(x: int, stride: int, m: int, k: int, out: int, /) -> None: ...

@@ -25,7 +25,7 @@ from torch import Tensor
 from v4tool.quant._readable_product import activation
 from v4tool.quant._weight import BF16_OF_FP8, FP8_VALUES, QuantizedWeight
 from v4tool.quant._workers import Scratch, spread
-from v4tool.quant.activation import to_bf16
+from v4tool.quant.activation import act_quant, to_bf16
 from v4tool.quant.formats import E2M1, E8M0, unpack_fp4
 
 F64 = npt.NDArray[np.float64]
@@ -67,15 +67,16 @@ _Rows = Callable[[int, int], _Operand]
 """Some rows of a weight, start ... stop."""
 
 
-def quantized(codes: Tensor, scale: Tensor, w: QuantizedWeight, threads: int) -> Tensor:
-    """x as act_quant gives it, [M, K] and [M, ceil(K / 128)], times w [N, K] -> BF16 [M, N]."""
+def quantized(x: Tensor, w: QuantizedWeight, threads: int) -> Tensor:
+    """BF16 [M, K], quantised by act_quant, times w [N, K] -> BF16 [M, N]."""
+    codes, scale = act_quant(x)
     group, rows = (32, _fp4_rows(w)) if w.kind == "fp4" else (128, _fp8_rows(w, FP8_VALUES, 0.0))
     out = torch.empty(codes.shape[0], w.shape[0], dtype=torch.bfloat16)
     for some in _x_chunks(codes.shape[0]):
         values = _grouped(activation(codes[some], scale[some]), group)
         least = np.repeat(_E8M0[scale[some].numpy()] * 2.0**-9, 128 // group, axis=1)
-        x = _x_operand(values, 4, least[:, : values.shape[1]])
-        _multiply(x, rows, range(w.shape[0]), out[some], threads)
+        operand = _x_operand(values, 4, least[:, : values.shape[1]])
+        _multiply(operand, rows, range(w.shape[0]), out[some], threads)
     return out
 
 

@@ -4,13 +4,15 @@ import torch
 from torch import Tensor
 
 from v4tool.quant._weight import QuantizedWeight, dequantize
-from v4tool.quant.activation import to_bf16
+from v4tool.quant.activation import act_quant, to_bf16
 from v4tool.quant.formats import E4M3, E8M0, look_up
 
 
-def quantized(codes: Tensor, scale: Tensor, w: QuantizedWeight, threads: int = 1) -> Tensor:
-    """x as act_quant gives it, [M, K] and [M, ceil(K / 128)], times w [N, K] -> BF16 [M, N]."""
-    return to_bf16(product(activation(codes, scale), dequantize(w), group_of(w)))
+def quantized(x: Tensor, w: QuantizedWeight, threads: int = 1) -> Tensor:
+    """BF16 [M, K], quantised by act_quant, times w [N, K] -> BF16 [M, N]."""
+    return to_bf16(
+        product(activation(*act_quant(x)), dequantize(w), 32 if w.kind == "fp4" else 128)
+    )
 
 
 def plain(x: Tensor, w: Tensor, threads: int = 1) -> Tensor:
@@ -26,7 +28,7 @@ def grouped(x: Tensor, w: QuantizedWeight, threads: int = 1) -> Tensor:
 
 
 def activation(codes: Tensor, scale: Tensor) -> Tensor:
-    """The values of a quantised x; binary64 [M, K]."""
+    """The values of x as act_quant gives it, [M, K] and [M, ceil(K / 128)]; binary64 [M, K]."""
     scales = look_up(E8M0, scale).double().repeat_interleave(128, -1)
     return look_up(E4M3, codes).double() * scales[:, : codes.shape[1]]
 
@@ -34,11 +36,6 @@ def activation(codes: Tensor, scale: Tensor) -> Tensor:
 def bf16_values(w: QuantizedWeight, groups: int) -> Tensor:
     """BF16(element * scale) of a weight [G * R, K]; binary64 [G, R, K]."""
     return to_bf16(dequantize(w)).double().reshape(groups, -1, w.shape[1])
-
-
-def group_of(w: QuantizedWeight) -> int:
-    """How many elements of K are summed on their own before they join the accumulator."""
-    return 32 if w.kind == "fp4" else 128
 
 
 def product(x: Tensor, w: Tensor, group: int) -> Tensor:

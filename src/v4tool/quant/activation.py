@@ -121,13 +121,23 @@ def hadamard(x: Tensor, acc: torch.dtype = torch.float64) -> Tensor:
     n = x.shape[-1]
     if n & (n - 1):
         raise ValueError(f"the Hadamard rotation needs a power of two, not {n}")
-    y = x.to(acc)
-    half = 1
+    rows = x.reshape(-1, n)
+    # so many rows at a time that they stay in the cache from stage to stage
+    parts = [_hadamard(part.to(acc)) for part in rows.split(max(1, 2**15 // n))]
+    return torch.cat(parts).reshape(x.shape) if parts else x.clone()
+
+
+def _hadamard(y: Tensor) -> Tensor:
+    """acc [rows, n], used up -> BF16."""
+    n, half = y.shape[1], 1
     while half < n:
-        a, b = y.reshape(*x.shape[:-1], -1, 2, half).unbind(-2)
-        y = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        a, b = y.view(-1, n // (2 * half), 2, half).unbind(2)
+        difference = a - b
+        a += b
+        b.copy_(difference)
         half *= 2
-    return to_bf16(y * n**-0.5)
+    y *= n**-0.5
+    return to_bf16(y)
 
 
 def to_bf16(x: Tensor) -> Tensor:

@@ -51,9 +51,7 @@ __all__ = [
 class _Backend(Protocol):
     """One way to compute the products; see `_readable_product` for shapes and dtypes."""
 
-    def quantized(
-        self, codes: Tensor, scale: Tensor, w: QuantizedWeight, threads: int
-    ) -> Tensor: ...
+    def quantized(self, x: Tensor, w: QuantizedWeight, threads: int) -> Tensor: ...
 
     def plain(self, x: Tensor, w: Tensor, threads: int) -> Tensor: ...
 
@@ -103,12 +101,12 @@ def q_linear(x: Tensor, w: QuantizedWeight, numerics: "Numerics") -> Tensor:
 
     BF16 [..., K] and [N, K] -> BF16 [..., N].
     """
-    codes, scale = act_quant(x.reshape(-1, x.shape[-1]))
+    rows = x.reshape(-1, x.shape[-1])
     if numerics.accumulate == "float32":
-        values = readable.activation(codes, scale)
+        values = readable.activation(*act_quant(rows))
         out = to_bf16(F.linear(values.float(), dequantize(w).float()))
     else:
-        out = _backend_for(codes, numerics).quantized(codes, scale, w, numerics.threads)
+        out = _backend_for(rows, numerics).quantized(rows, w, numerics.threads)
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
