@@ -1,11 +1,14 @@
-"""Identities of the attention: queries, keys and values, index table, core, rotations (SPEC section 5, Attention).
+"""Identities of the attention: queries, keys and values, index table, core, rotations (SPEC
+section 5, Attention).
 
-What only weights could tie (`wq_a.out`, `wkv.out` as outputs, `wo_b.in`) is bounded by norms or left to the checkpoint.
+What only weights could tie (`wq_a.out`, `wkv.out` as outputs, `wo_b.in`) is bounded by norms or
+left to the checkpoint.
 """
 
 import numpy as np
 
 from v4tool.check.bits import Bits, Ints, wide
+from v4tool.check.book import Comparison
 from v4tool.check.bounds import Votes, norm_bounds, sink_bounds
 from v4tool.check.formulas import (
     all_blocks,
@@ -16,7 +19,6 @@ from v4tool.check.formulas import (
     window_part,
 )
 from v4tool.check.place import Place
-from v4tool.check.rules import Comparison
 from v4tool.names import complete_blocks, compressed_columns, has_indexer, table_offset
 
 SPARSE = "attn.sparse_attn."
@@ -64,7 +66,7 @@ def norm(place: Place, rule: str, x: str, out: str) -> None:
         values = wide(source.bits(place.key(x), start, stop)).reshape(-1, width)
         rows = source.bits(place.key(out), start, stop).reshape(-1, width)
         votes.add(*norm_bounds(rows, values, place.config.norm_eps))
-    place.unknowns.add(rule, f"weight of {place.weights}{out.removesuffix('.out')}", votes)
+    place.unknowns.add(rule, f"{place.weights}{out.removesuffix('.out')}.weight", votes)
 
 
 def check_queries(place: Place) -> None:
@@ -102,7 +104,9 @@ def own_rows(place: Place) -> Ints:
 
 
 def check_window_rows(place: Place) -> None:
-    """The pass's own keys and values: norm, FP8 steps, rotation, and where they stand in `in.kv`."""
+    """The pass's own keys and values: norm, FP8 steps, rotation, and where they stand in
+    `in.kv`.
+    """
     rotated, source = place.config.rope_head_dim, place.source
     normed, rotation = place.key("attn.kv_norm.out"), place.key("attn.rope.rot.1.out")
     tables = place.tables(0, place.step.tokens)
@@ -134,7 +138,9 @@ def check_cache(place: Place) -> None:
 
 
 def ring_after(place: Place) -> Bits:
-    """The window cache that a pass leaves: bits [window, C], position t in row t % window (SPEC 5, step 4)."""
+    """The window cache that a pass leaves: bits [window, C], position t in row t % window (SPEC
+    5, step 4).
+    """
     window, step = place.config.window_size, place.step
     kv = place.source.bits(place.key(KV))
     if step.start:

@@ -15,6 +15,7 @@ Bits = npt.NDArray[np.uint16]
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 FP32_HALF_ULP = 2.0**-24
 """Largest relative error of a rounding to FP32: how far a recorded acc value may be from the
@@ -51,9 +52,9 @@ def rounded(values: F64 | F32) -> Bits:
     return odd.astype(np.uint16)
 
 
-def same(a: Bits, b: Bits) -> npt.NDArray[np.bool_]:
+def same(a: Bits, b: Bits) -> Mask:
     """Where two BF16 values are equal; +0 and -0 are."""
-    return (a == b) | (((a | b) & np.uint16(0x7FFF)) == 0)
+    return np.asarray((a == b) | (((a | b) & np.uint16(0x7FFF)) == 0))
 
 
 def order(bits: Bits) -> Ints:
@@ -74,7 +75,7 @@ def rounding_interval(bits: Bits) -> tuple[F64, F64]:
     return low, high * (1 + DOUBLE_ROUNDING)
 
 
-def between(low: F64, high: F64) -> npt.NDArray[np.bool_]:
+def between(low: F64, high: F64) -> Mask:
     """Whether a BF16 value lies in each closed interval; empty and reversed intervals hold none."""
     with np.errstate(over="ignore", invalid="ignore"):
         words = np.clip(high, -3e38, 3e38).astype(np.float32)

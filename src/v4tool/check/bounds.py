@@ -1,35 +1,41 @@
 """What all tokens together say of a weight that nobody knows.
 
-A norm's weight is one BF16 number per dimension, an attention sink one number per head. Every token's recorded output
-bounds it: it lies in the interval whose values round to that output. If no number lies in all intervals, some
-token's output or input is wrong, and the tokens that the others outvote are named. Passes of the same layer
-share the weight, so bounds are kept per weight and judged across passes at the end.
+A norm's weight is one BF16 number per dimension, an attention sink one number per head. Every
+token's recorded output bounds it: it lies in the interval whose values round to that output. If
+no number lies in all intervals, some token's output or input is wrong, and the tokens that the
+others outvote are named. Passes of the same layer share the weight, so bounds are kept per
+weight and judged across passes at the end.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from v4tool.check.bits import F64, Bits, between, number, rounding_interval, wide
-from v4tool.check.rules import Book
-
-Mask = npt.NDArray[np.bool_]
+from v4tool.check.bits import F64, Bits, Ints, Mask, between, number, rounding_interval, wide
+from v4tool.check.book import Book
 
 VOTERS = 256
-"""Rows of a pass that are kept to find the one that is wrong; further rows only narrow the bounds."""
+"""Rows of a pass that are kept to find the one that is wrong; further rows only narrow the
+bounds.
+"""
 LOWEST = 1e300
-"""Stands for a sink that is bounded by nothing from below; -inf as an upper bound says that none fits."""
+"""Stands for a sink that is bounded by nothing from below; -inf as an upper bound says that
+none fits.
+"""
 SLACK = 1e-12
 """Relative width for the last bits of binary64, which depend on the order of a sum."""
+FP32_SLACK = 2.0**-21
+"""The same for a quotient in FP32 of values rounded to FP32, and for rounding to FP32 before
+BF16.
+"""
 
 
 def norm_bounds(out: Bits, x: F64, eps: float, spread: F64 | None = None) -> tuple[F64, F64]:
     """Bounds of an RMS norm's weight from out = BF16(weight * x * rsqrt(mean(x^2) + eps)).
 
-    out bits [s, n], x [s, n] -> two F64 [s, n]. spread [s, n]: how far x may be off; such elements bound
-    nothing and widen the others of their row by what they may do to the mean.
+    out bits [s, n], x [s, n] -> two F64 [s, n]. spread [s, n]: how far x may be off; such
+    elements bound nothing and widen the others of their row by what they may do to the mean.
     """
     mean = (x * x).mean(-1)
     scale = np.abs(x) / np.sqrt(mean + eps)[:, None]
@@ -55,20 +61,25 @@ def norm_bounds(out: Bits, x: F64, eps: float, spread: F64 | None = None) -> tup
 
 
 def sink_bounds(out: Bits, numerator: F64, denominator: F64, highest: F64) -> tuple[F64, F64]:
-    """Bounds of the attention sink from out = BF16(numerator / (denominator + exp(sink - highest))).
+    """Bounds of the attention sink from out = BF16(numerator / (denominator + exp(sink -
+    highest))).
 
     out bits [s, H, C], numerator [s, H, C], denominator and highest [s, H] -> two F64 [s, H].
+    The quotients are taken in FP32, and the bounds widened by what that may cost.
     """
-    low, high = rounding_interval(out)
-    size = np.abs(numerator)
+    magnitude = (out & np.uint16(0x7FFF)).astype(np.int32) << 16
+    size = np.abs(numerator.astype(np.float32))
     noise = 1e-13 * size.max(-1, keepdims=True)
+    flipped = ((out >> 15) != (numerator < 0)) & (magnitude > 0) & (size > noise)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        most = np.where(low > 0, (size + noise) / low, np.inf).min(-1) * (1 + SLACK)
-        least = ((size - noise) / high).max(-1) * (1 - SLACK)
-        flipped = ((out >> 15) != (numerator < 0)) & (low > 0) & (size > noise)
+        high = (magnitude + 0x8000).view(np.float32)
+        least = ((size - noise) / high).max(-1).astype(np.float64) * (1 - FP32_SLACK)
+        low = np.maximum(magnitude - 0x8000, 0).view(np.float32)
+        most = ((size + noise) / low).min(-1).astype(np.float64) * (1 + FP32_SLACK)
         most[flipped.any(-1)] = -np.inf
-        # a sink may be so low that binary64 does not hold it beside the denominator
-        most = np.where(np.abs(most / denominator - 1) < SLACK, denominator * (1 + SLACK), most)
+        # a sink may be so low that it hardly shows beside the denominator
+        near = np.abs(most / denominator - 1) < 2 * FP32_SLACK
+        most = np.where(near, denominator * (1 + 2 * FP32_SLACK), most)
         low_sink = np.log(np.maximum(least - denominator, 0)) + highest
         high_sink = np.log(np.maximum(most - denominator, 0)) + highest
     return np.maximum(low_sink, -LOWEST), high_sink
@@ -105,7 +116,7 @@ class Unknowns:
         known = Pass(key, of, low, high, votes.rows)
         self._passes.setdefault((rule, weight), []).append(known)
 
-    def _report_rows(self, rule: str, votes: "Votes", wrong: npt.NDArray[np.int64]) -> None:
+    def _report_rows(self, rule: str, votes: "Votes", wrong: Ints) -> None:
         column = int(wrong[0])
         weight, rows = votes.outvoted(column)
         expected = f"one weight for all {votes.rows} tokens, {number(weight)} in column {column}"
@@ -118,11 +129,35 @@ class Unknowns:
         )
 
     def settle(self, discrete: Callable[[str], bool]) -> None:
-        """Judge every weight across its passes; discrete: whether a rule's weight is a BF16 number."""
+        """Judge every weight across its passes; discrete: whether a rule's weight is a BF16
+        number.
+        """
         for (rule, weight), passes in self._passes.items():
             if len(passes) > 1:
                 self._settle(rule, weight, passes, discrete(rule))
-        self._passes.clear()
+
+    def compare(self, known: Callable[[str], F64 | None]) -> None:
+        """Judge every pass by the weight itself; known: its values in binary64, if there is one."""
+        for (rule, weight), passes in self._passes.items():
+            values = known(weight)
+            if values is None:
+                continue
+            for one in passes:
+                self._compare(f"{rule} from weights", weight, values, one)
+
+    def _compare(self, rule: str, weight: str, values: F64, one: Pass) -> None:
+        self.book.applied(rule, [one.key, *one.of], len(values))
+        outside = np.flatnonzero((values < one.low) | (values > one.high))
+        if outside.size:
+            column = int(outside[0])
+            low, high = number(one.low[column]), number(one.high[column])
+            self.book.report(
+                one.key,
+                rule,
+                f"what {weight} = {number(values[column])} gives in column {column} "
+                f"(from {', '.join(one.of)})",
+                f"what needs {low} ... {high}; {outside.size} columns disagree",
+            )
 
     def _settle(self, rule: str, weight: str, passes: list[Pass], discrete: bool) -> None:
         possible = between if discrete else _ordered
@@ -132,7 +167,8 @@ class Unknowns:
         if not wrong.size:
             return
         column = int(wrong[0])
-        lows, highs = (np.array([getattr(p, side)[column] for p in passes]) for side in ("low", "high"))
+        lows = np.array([p.low[column] for p in passes])
+        highs = np.array([p.high[column] for p in passes])
         votes = np.array([p.rows for p in passes])
         value, outside = _majority(lows, highs, votes, discrete)
         for place in outside:
@@ -182,9 +218,7 @@ def _ordered(low: F64, high: F64) -> Mask:
     return np.asarray(low <= high)
 
 
-def _majority(
-    low: F64, high: F64, votes: npt.NDArray[np.int64], discrete: bool
-) -> tuple[float, list[int]]:
+def _majority(low: F64, high: F64, votes: Ints, discrete: bool) -> tuple[float, list[int]]:
     """The candidate that most votes allow, and which bounds it lies outside of.
 
     Candidates are the lower bounds, or the BF16 numbers next above them.
@@ -202,9 +236,9 @@ def _ceil_bf16(values: F64) -> F64:
     """The smallest BF16 number not below each value."""
     with np.errstate(over="ignore"):
         words = np.clip(values, -3e38, 3e38).astype(np.float32)
-    words = np.where(words.astype(np.float64) < values, np.nextafter(words, np.float32(np.inf)), words)
+    words = np.where(
+        words.astype(np.float64) < values, np.nextafter(words, np.float32(np.inf)), words
+    )
     raw = words.view(np.uint32)
     up = np.where(raw >> np.uint32(31), raw, raw + np.uint32(0xFFFF)) >> np.uint32(16)
     return np.where(np.isfinite(values), wide(up.astype(np.uint16)), values)
-
-

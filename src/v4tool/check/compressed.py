@@ -102,5 +102,3 @@ def check_indexer(place: Place) -> None:
     if keys is not None:
         expected = np.concatenate(choices)
         place.book.equal("indexer", out, source.ints(out), expected, [wq_b, proj, *keys[1]])
-
-

@@ -1,12 +1,14 @@
-"""The one identity of the embedding: equal ids have equal rows, in the prompt, in decode steps and in MTP."""
+"""The one identity of the embedding: equal ids have equal rows, in the prompt, in decode steps
+and in MTP.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from v4tool.check.bits import Bits
+from v4tool.check.book import Book
 from v4tool.check.place import Place
-from v4tool.check.rules import Book
 from v4tool.check.source import Source
 
 RULE = "same id, same embedding"
@@ -33,7 +35,9 @@ def check_embeddings(
 
 
 def _ids(prefix: str, ids: Sequence[int], source: Source, count: int) -> list[int]:
-    """The ids of a pass: its own tensor, or for MTP the prompt's (its decode step takes the last one)."""
+    """The ids of a pass: its own tensor, or for MTP the prompt's (its decode step takes the
+    last one).
+    """
     if not prefix.startswith("mtp."):
         key = f"{prefix}input_ids"
         return source.ints(key).reshape(-1).tolist() if key in source else []

@@ -27,10 +27,10 @@ def check_equal_inputs(place: Place) -> None:
         if not place.config.is_hash(place.layer):
             outputs += ["ffn.gate.out.0", ROUTED]
         place.sameness.tie(place.weights, [rows], place.prefix, outputs, "ffn_norm.out")
-    ids = place.key("input_ids") if place.is_mtp else place.pass_prefix + "input_ids"
+    ids = place.pass_prefix + "input_ids"
     if place.config.is_hash(place.layer) and ids in place.source:
-        rows = place.source.ints(ids).reshape(-1, 1)
-        place.sameness.tie(place.weights, [rows], place.prefix, [ROUTED], "input_ids")
+        tokens = place.source.ints(ids).reshape(-1, 1)
+        place.sameness.tie(place.weights, [tokens], place.prefix, [ROUTED], "input_ids")
 
 
 def check_sum(place: Place) -> None:

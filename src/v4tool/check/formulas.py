@@ -37,7 +37,8 @@ def rope_frequencies(config: ModelConfig, ratio: int) -> F32:
     steps = (np.arange(width // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
     smooth = np.float32(1) - np.clip(steps, np.float32(0), np.float32(1))
     slow = plain / np.float32(config.rope_factor)
-    return (slow * (np.float32(1) - smooth) + plain * smooth).astype(np.float32)
+    mixed: F32 = slow * (np.float32(1) - smooth) + plain * smooth
+    return mixed
 
 
 def rope_tables(frequencies: F32, positions: Ints) -> tuple[F64, F64]:
@@ -80,7 +81,7 @@ def _ceil_power(amax: F64, floor: float, largest: float) -> F64:
     """2^ceil(log2(max(amax, floor) * fp32(1 / largest))), the product in FP32 (SPEC 3)."""
     product = np.maximum(amax.astype(np.float32), np.float32(floor)) * np.float32(1 / largest)
     mantissa, exponent = np.frexp(product.astype(np.float64))
-    return np.ldexp(1.0, exponent - (mantissa == 0.5))
+    return np.asarray(np.ldexp(1.0, exponent - (mantissa == 0.5)))
 
 
 def fp8_steps(x: Bits, block: int = KV_BLOCK) -> Bits:

@@ -1,23 +1,26 @@
 """One block in one pass, as the identities see it; and inputs that come twice.
 
-`Place` carries what an identity needs: configuration, step, key prefix, the file's tensors, the book. `Sameness`
-remembers every row that went into a projection: the same row again must have come out the same.
+`Place` carries what an identity needs: configuration, step, key prefix, the file's tensors, the
+book. `Sameness` remembers every row that went into a projection: the same row again must have
+come out the same.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from v4tool.check.bits import F64
+from v4tool.check.book import Book
 from v4tool.check.bounds import Unknowns
 from v4tool.check.formulas import rope_frequencies, rope_tables
-from v4tool.check.rules import Book
 from v4tool.check.source import Array, Source
 from v4tool.config import ModelConfig
-from v4tool.names import Step, pass_of
+from v4tool.names import Kind, Step, pass_of
 
+RULE = "same in, same out"
 VALUES_AT_ONCE = 1 << 19
 """Values of one key that an identity works on at a time: they stay in the cache."""
 
@@ -38,36 +41,51 @@ class Sameness:
         """
         present = [name for name in outputs if prefix + name in self.source]
         rows = len(inputs[0])
-        self.book.applied("same in, same out", [prefix + name for name in present], rows)
-        if not present:
-            return
-        for row in range(rows):
+        self.book.applied(RULE, [prefix + name for name in present], rows)
+        pairs = []
+        for row in range(rows if present else 0):
             digest = b"".join(_digest(values[row]) for values in inputs)
             first = self._seen.setdefault((weights + of, digest), (prefix, row))
             if first != (prefix, row):
-                self._compare(first, prefix, row, present, of)
+                pairs.append((row, *first))
+        for name in present:
+            self._compare(prefix, name, pairs, of)
 
     def _compare(
-        self, first: tuple[str, int], prefix: str, row: int, outputs: Sequence[str], of: str
+        self, prefix: str, name: str, pairs: Sequence[tuple[int, str, int]], of: str
     ) -> None:
-        for name in outputs:
-            other, other_row = first
-            if other + name not in self.source:
-                continue
-            a, b = self._row(other + name, other_row), self._row(prefix + name, row)
-            if not np.array_equal(a, b):
-                self.book.report(
-                    prefix + name,
-                    "same in, same out",
-                    f"row {row} like row {other_row} of {other}{name}, as in {of}",
-                    f"{int((a != b).sum())} of {a.size} values differ",
-                )
+        """One output's rows against those that came of the same input: (row, other prefix, its
+        row).
+        """
+        wrong = [
+            (row, f"{other}{name}", other_row)
+            for row, other, other_row in pairs
+            if other + name in self.source
+            and not np.array_equal(
+                self._row(other + name, other_row), self._row(prefix + name, row)
+            )
+        ]
+        if wrong:
+            row, key, other_row = wrong[0]
+            self.book.report(
+                prefix + name,
+                RULE,
+                f"row {row} like row {other_row} of {key}, as in {of}",
+                f"another one; {len(wrong)} of {len(pairs)} such rows differ",
+            )
 
     def _row(self, key: str, row: int) -> Array:
-        kind = self.source.kinds[key]
-        get = {"bf16": self.source.bits, "acc": self.source.floats, "int": self.source.ints}[kind]
-        values: Array = get(key).reshape(-1, self.source.shape(key)[-1])  # type: ignore[operator]
-        return values[row]
+        """One row over the last dimension; a token may have several."""
+        source, kind = self.source, self.source.kinds[key]
+        readers: dict[Kind, Callable[..., Array]] = {
+            "bf16": source.bits,
+            "acc": source.floats,
+            "int": source.ints,
+        }
+        shape = source.shape(key)
+        a_token = math.prod(shape[:-1]) // source.count(key)
+        values = readers[kind](key, row // a_token, row // a_token + 1)
+        return np.asarray(values.reshape(a_token, -1)[row % a_token])
 
 
 def _digest(row: npt.NDArray[np.generic]) -> bytes:

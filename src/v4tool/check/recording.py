@@ -1,28 +1,31 @@
 """A file against its specification and itself, in one pass over its bytes.
 
-`check_recording` reads the file once from front to back: hashes, values and the tensors that identities need come
-from that one read. As soon as a block's keys have gone by, its identities are recomputed beside the reading. What
-is wrong is a `Finding`; every rule is tallied, so that a rule that was never applied can be seen.
-Left out: what takes the checkpoint (`weights`), and how results are shown (`report`).
+`check_recording` reads the file once from front to back: hashes, values and the tensors that
+identities need come from that one read. As soon as a block's keys have gone by, its identities
+are recomputed beside the reading. What is wrong is a `Finding`; every rule is tallied, so that
+a rule that was never applied can be seen. Left out: what takes the checkpoint (`weights`), and
+how results are shown (`report`).
 """
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from v4tool.check.attention import check_attention
+from v4tool.check.book import Book, Tally
 from v4tool.check.bounds import Unknowns
 from v4tool.check.compressed import check_compressed
 from v4tool.check.embeddings import check_embeddings
 from v4tool.check.experts import check_experts
+from v4tool.check.passing import Beside, Holder, Sums
 from v4tool.check.place import Place, Sameness
-from v4tool.check.rules import RULES, Book, Rule, Tally
-from v4tool.check.source import Array, Source, packed
+from v4tool.check.rules import RULES, Rule
+from v4tool.check.source import Source
 from v4tool.check.specification import (
     Expectation,
     check_ids,
@@ -36,18 +39,13 @@ from v4tool.config import ModelConfig
 from v4tool.errors import Finding
 from v4tool.names import Step, steps_of
 from v4tool.record.manifest import Entry as ManifestEntry
-from v4tool.record.manifest import checksum
-from v4tool.record.sweep import Header, Piece, Sweep, read_header
+from v4tool.record.sweep import Header, Sweep, read_header
 
 if TYPE_CHECKING:
     from v4tool.checkpoint.shards import Checkpoint
 
 Progress = Callable[[int], None]
 """Told how many more bytes of the file have been read."""
-
-NOT_HELD = ("w1.out", "w3.out", "wgate.out", "compressor.wkv.out", "head.out", "logits.out")
-"""Ends of keys that no identity reads as a whole: they are not kept while the file goes by."""
-BLOCKS_WAITING = 2
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,9 @@ class RuleRow:
 
 @dataclass
 class CheckResult:
-    """What a check found. seconds: by stage; tied: keys that some identity or weight ties, of `keys` in all."""
+    """What a check found. seconds: by stage; tied: keys that some identity or weight ties, of
+    `keys` in all.
+    """
 
     path: Path
     findings: list[Finding]
@@ -111,11 +111,12 @@ def check_recording(
     partial: bool = False,
     progress: Progress | None = None,
 ) -> CheckResult:
-    """Judge one recording; everything that is wrong is a finding, a file that cannot be opened RecordingError.
+    """Judge one recording; everything that is wrong is a finding, a file that cannot be opened
+    RecordingError.
 
-    ids, decode_ids: what it must be a recording of (default: what it says itself); case: for messages;
-    manifest: its entry, for hashes; checkpoint: for what takes weights (`deep`: every product);
-    identities: whether keys are tied to each other; partial: keys may be missing.
+    ids, decode_ids: what it must be a recording of (default: what it says itself); case: for
+    messages; manifest: its entry, for hashes; checkpoint: for what takes weights (`deep`: every
+    product); identities: whether keys are tied to each other; partial: keys may be missing.
     """
     check = _Check(Path(path), config, partial=partial, ids=ids, manifest=manifest)
     try:
@@ -206,9 +207,14 @@ class _Check:
         if identities and not exact:
             found = self.header.metadata["accumulate"]
             self.book.report("__metadata__.accumulate", "numerics", "float64", found, note=True)
-        with _Beside(self.places if identities and exact else [], self.source) as beside:
-            values, sums = ValueRules(self.book, self.source.kinds), _Sums(self.manifest)
-            holder = _Holder(self.source, beside.wanted)
+        places = self.places if identities and exact else []
+        # the threads of a BLAS would spin beside the three that work here
+        with (
+            threadpool_limits(1, user_api="blas"),
+            Beside(places, self.source, check_place) as beside,
+        ):
+            values, sums = ValueRules(self.book, self.source.kinds), Sums(self.manifest)
+            holder = Holder(self.source, beside.wanted)
             sweep = Sweep(self.header)
             for piece in sweep.pieces():
                 if piece.entry.dtype == "F32" and len(piece.data) % 4 == 0:
@@ -228,7 +234,7 @@ class _Check:
                 self.unknowns.settle(discrete=lambda rule: rule != "attention")
         self.seconds["file"] = time.monotonic() - started
 
-    def _hashes(self, sums: "_Sums") -> None:
+    def _hashes(self, sums: "Sums") -> None:
         stated = {"metadata": self.header.metadata.get("payload_sha256")}
         if self.manifest is not None:
             stated["manifest"] = self.manifest.payload_sha256
@@ -250,7 +256,9 @@ class _Check:
         from v4tool.check.weights import check_weights
 
         started = time.monotonic()
-        check_weights(self.places, self.expected, self.source, self.book, checkpoint, deep=deep)
+        check_weights(
+            self.places, self.expected, self.source, self.book, self.unknowns, checkpoint, deep=deep
+        )
         self.seconds["weights"] = time.monotonic() - started
 
     def result(self) -> CheckResult:
@@ -273,114 +281,6 @@ def _row(rule: Rule, tally: Tally) -> RuleRow:
     return RuleRow(rule, len(tally.keys), tally.values, tally.findings)
 
 
-class _Holder:
-    """Puts whole tensors that go by into the source's cache."""
-
-    def __init__(self, source: Source, wanted: Callable[[str], bool]) -> None:
-        self.source, self.wanted = source, wanted
-        self._parts: list[Array] = []
-
-    def take(self, piece: Piece) -> None:
-        key = piece.entry.key
-        kind = self.source.kinds.get(key)
-        if kind is None or not self.wanted(key):
-            return
-        part = packed(piece.data, piece.entry.dtype, kind)
-        if part.base is not None:
-            part = part.copy()
-        if piece.whole:
-            self.source.put(key, part)
-            return
-        self._parts = [part] if piece.offset == 0 else [*self._parts, part]
-        if piece.last and sum(p.size for p in self._parts) * 4 == piece.entry.nbytes:
-            self.source.put(key, np.concatenate(self._parts))
-            self._parts = []
-
-
-class _Sums:
-    """The checksum of every tensor, where there is a manifest to compare with."""
-
-    def __init__(self, manifest: ManifestEntry | None) -> None:
-        self.manifest = manifest
-        self._sums: dict[str, int] = {}
-
-    def take(self, piece: Piece) -> None:
-        if self.manifest is not None and len(piece.data) % 4 == 0:
-            key = piece.entry.key
-            words = piece.data.view(np.uint32)
-            self._sums[key] = (self._sums.get(key, 0) + checksum(words)) % (1 << 32)
-
-    def close(self, header: Header, book: Book) -> None:
-        """Compare; silent where the keys are not those of the manifest, which other rules report."""
-        known = self.manifest.sums() if self.manifest is not None else []
-        keys = sorted(header.entries)
-        if len(known) != len(keys):
-            return
-        book.applied("tensor checksum", keys)
-        for key, expected in zip(keys, known, strict=True):
-            if self._sums.get(key, 0) != expected:
-                found = f"{self._sums.get(key, 0):08x}"
-                book.report(key, "tensor checksum", f"{expected:08x} as in the manifest", found)
-
-
-class _Beside:
-    """Runs every block's identities in a thread once all of its keys have gone by."""
-
-    def __init__(self, places: list[Place], source: Source) -> None:
-        self.source = source
-        self._places = {place.prefix: place for place in places}
-        self._left = dict.fromkeys(self._places, 0)
-        for key in source.kinds:
-            if (prefix := self._prefix(key)) is not None:
-                self._left[prefix] += 1
-        self._waiting: list[Future[None]] = []
-        self._pool = ThreadPoolExecutor(1)
-
-    def _prefix(self, key: str) -> str | None:
-        """The place that a key belongs to: what stands before the first module's name."""
-        parts = key.split(".")
-        for count in (2, 3, 4):
-            prefix = ".".join(parts[:count]) + "."
-            if prefix in self._places:
-                return prefix
-        return None
-
-    def wanted(self, key: str) -> bool:
-        """Whether an identity will read the key as a whole."""
-        return bool(self._places) and not key.endswith(NOT_HELD)
-
-    def passed(self, key: str) -> None:
-        """Note that a key has gone by."""
-        prefix = self._prefix(key)
-        if prefix is None or key not in self.source.kinds:
-            return
-        self._left[prefix] -= 1
-        if self._left[prefix] == 0:
-            self._start(prefix)
-
-    def _start(self, prefix: str) -> None:
-        while len(self._waiting) >= BLOCKS_WAITING:
-            self._waiting.pop(0).result()
-        self._waiting.append(self._pool.submit(self._run, self._places[prefix]))
-
-    def _run(self, place: Place) -> None:
-        check_place(place)
-        self.source.forget(place.prefix, keep=place.key("out"))
-
-    def __enter__(self) -> "_Beside":
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            if kind is None:
-                for prefix in [prefix for prefix, left in self._left.items() if left > 0]:
-                    self._start(prefix)
-                for future in self._waiting:
-                    future.result()
-        finally:
-            self._pool.shutdown(cancel_futures=True)
-
-
 def check_place(place: Place) -> None:
     """All rules and identities of one block in one pass."""
     # a damaged file may hold anything; what comes of it is found by its rule, not by a warning
@@ -392,4 +292,3 @@ def check_place(place: Place) -> None:
         check_compressed(place)
         check_experts(place)
         check_streams(place)
-

@@ -21,7 +21,7 @@ from v4tool.record.sweep import Header
 
 Array = npt.NDArray[Any]
 
-CACHE_BYTES = 128 << 20
+CACHE_BYTES = 96 << 20
 LARGEST_CACHED = 48 << 20
 STORED = {"F32": np.float32, "I32": np.int32, "I64": np.int64}
 

@@ -1,6 +1,8 @@
-"""Which keys a file must have, with which dtypes and shapes, and of which input (SPEC section 6).
+"""Which keys a file must have, with which dtypes and shapes, and of which input (SPEC section
+6).
 
-Follows `names.recording_keys`. The routed experts depend on the data and are judged by `gate.out.1`.
+Follows `names.recording_keys`. The routed experts depend on the data and are judged by
+`gate.out.1`.
 """
 
 import json
@@ -9,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from v4tool.check.rules import Book
+from v4tool.check.book import Book
 from v4tool.check.source import Source
 from v4tool.config import ModelConfig
 from v4tool.names import (
@@ -30,7 +32,8 @@ INPUT_IDS = "input_ids"
 class Expectation:
     """What a file must be: whose input, how many decode steps, whether keys may be missing.
 
-    ids, decode_ids: as the file itself states them; usable: kinds of the keys that are as they must be.
+    ids, decode_ids: as the file itself states them; usable: kinds of the keys that are as they
+    must be.
     """
 
     ids: list[int] | None
@@ -44,7 +47,9 @@ class Expectation:
 def expectation(
     header: Header, config: ModelConfig, *, ids: Sequence[int] | None, partial: bool
 ) -> Expectation:
-    """Read from metadata and shapes what the file claims to be; what is missing there comes from `ids`."""
+    """Read from metadata and shapes what the file claims to be; what is missing there comes
+    from `ids`.
+    """
     stated = stated_ids(header, INPUT_IDS)
     if stated is None and INPUT_IDS in header.entries:
         count = int(np.prod(header.entries[INPUT_IDS].shape))
@@ -111,12 +116,16 @@ def _shown(shape: tuple[int | None, ...]) -> list[int | str]:
 
 
 def check_experts(header: Header, expected: Expectation, source: Source, book: Book) -> None:
-    """Experts in complete groups; where `gate.out.1` is recorded, exactly those, with their rows."""
+    """Experts in complete groups; where `gate.out.1` is recorded, exactly those, with their
+    rows.
+    """
     groups = _groups(header)
     for name, outputs in groups.items():
         book.applied("expert group", [f"{name}.{output}" for output in outputs])
         for output in set(EXPERT_OUTPUTS) - outputs if not _restricted(header) else ():
-            book.report(f"{name}.{output}", "expert group", "all four keys of an expert", "no such key")
+            book.report(
+                f"{name}.{output}", "expert group", "all four keys of an expert", "no such key"
+            )
     for generic_key in expected.keys:
         if "<E>" in generic_key and generic_key.endswith(".w1.out"):
             _check_routing(EXPERT.split(generic_key)[0], groups, header, expected, source, book)

@@ -1,9 +1,10 @@
-"""Identities of the residual streams: what enters a block, hyper-connections, norms (SPEC section 5, HC).
+"""Identities of the residual streams: what enters a block, hyper-connections, norms (SPEC
+section 5, HC).
 
-The coefficients are recorded rounded to FP32, so a recomputed value is known only to within `FP32_HALF_ULP` of the
-sum of its terms. Where a boundary of BF16 lies that close, both neighbours are accepted, and nowhere else; where
-such a value is not recorded itself but goes on, it is carried as unsure by one BF16 step.
-s tokens, M streams, D dim.
+The coefficients are recorded rounded to FP32, so a recomputed value is known only to within
+`FP32_HALF_ULP` of the sum of its terms. Where a boundary of BF16 lies that close, both
+neighbours are accepted, and nowhere else; where such a value is not recorded itself but goes
+on, it is carried as unsure by one BF16 step. s tokens, M streams, D dim.
 """
 
 from dataclasses import dataclass
@@ -12,17 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from v4tool.check.attention import norm
-from v4tool.check.bits import FP32_HALF_ULP, F64, Bits, number, order, rounded, same, wide
+from v4tool.check.bits import F32, F64, FP32_HALF_ULP, Bits, number, order, rounded, same, wide
+from v4tool.check.book import value_of
 from v4tool.check.bounds import Votes, norm_bounds
 from v4tool.check.place import Place
-from v4tool.check.rules import value_of
 
 Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Unsure:
-    """Values of which a few are unsure: values F64 [...], spread F64 [...] or None where all are sure.
+    """Values of which a few are unsure: values F64 [...], spread F64 [...] or None where all
+    are sure.
 
     spread: how far the real value may lie from the one given, 0 for most.
     """
@@ -30,16 +32,13 @@ class Unsure:
     values: F64
     spread: F64 | None = None
 
-    def __getitem__(self, rows: slice) -> "Unsure":
-        return Unsure(self.values[rows], None if self.spread is None else self.spread[rows])
-
 
 def mixed(coefficients: F64, terms: Unsure) -> tuple[F64, F64 | None]:
     """Sums of terms and how far they may be off beyond the coefficients' own rounding.
 
     coefficients [s, J, K], terms [s, K, D] -> [s, J, D], and the same of the terms' spread.
     """
-    sums = coefficients @ terms.values
+    sums: F64 = coefficients @ terms.values
     if terms.spread is None:
         return sums, None
     return sums, np.abs(coefficients) @ terms.spread
@@ -50,15 +49,15 @@ def error_at(where: Indices, coefficients: F64, terms: Unsure, extra: F64 | None
     s, j, d = np.unravel_index(where, (*coefficients.shape[:2], terms.values.shape[2]))
     sizes = (np.abs(coefficients[s, j]) * np.abs(terms.values[s, :, d])).sum(-1)
     error = FP32_HALF_ULP * (1 + 1e-6) * sizes
-    return error if extra is None else error + extra.reshape(-1)[where]
+    return np.asarray(error if extra is None else error + extra.reshape(-1)[where])
 
 
 def settled(coefficients: F64, terms: Unsure) -> Unsure:
     """The BF16 value of each sum, and its spread where the sum is too close to a boundary."""
     sums, extra = mixed(coefficients, terms)
-    bits = rounded(sums)
-    values = wide(bits)
-    where = _close(sums, coefficients, terms, extra)
+    words = sums.astype(np.float32)
+    values = wide(rounded(words))
+    where = _close(words, coefficients, terms, extra)
     if not where.size:
         return Unsure(values)
     error = error_at(where, coefficients, terms, extra)
@@ -72,13 +71,21 @@ def settled(coefficients: F64, terms: Unsure) -> Unsure:
     return Unsure(values, spread.reshape(values.shape))
 
 
-def _close(sums: F64, coefficients: F64, terms: Unsure, extra: F64 | None) -> Indices:
-    """Flat indices of the sums that may lie within their error of a BF16 boundary (some too many)."""
-    largest = np.abs(coefficients) @ np.abs(terms.values).max(-1, keepdims=True)
-    words = sums.astype(np.float32)
-    boundary = ((words.view(np.uint32) & np.uint32(0xFFFF0000)) | np.uint32(0x8000)).view(np.float32)
-    distance = np.abs(words - boundary) - np.abs(words) * np.float32(2**-23)
-    near = distance <= (largest * FP32_HALF_ULP * 1.01).astype(np.float32)
+def _close(words: F32, coefficients: F64, terms: Unsure, extra: F64 | None) -> Indices:
+    """Flat indices of the sums that may lie within their error of a BF16 boundary (some too
+    many).
+    """
+    largest = np.maximum(terms.values.max(-1), -terms.values.min(-1))[..., None]
+    error = (np.abs(coefficients) @ largest * FP32_HALF_ULP * 1.01).astype(np.float32)
+    # the boundary of BF16 in the middle of the step that a word lies in
+    middle = words.view(np.uint32) & np.uint32(0xFFFF0000)
+    middle |= np.uint32(0x8000)
+    distance = middle.view(np.float32)
+    distance -= words
+    np.abs(distance, out=distance)
+    # rounding to FP32 has moved the word by as much as half its last place
+    error = error + np.abs(words).max(-1, keepdims=True) * np.float32(2**-24)
+    near = distance <= error
     if extra is not None:
         near |= extra > 0
     return np.flatnonzero(near)
@@ -118,10 +125,11 @@ class Judged:
         if self.first is None:
             return
         index, expected, found = self.first
+        where = book.place(self.key, index, (self.count,))
         book.report(
             self.key,
             self.rule,
-            f"{expected} at {book.place(self.key, index, (self.count,))} (from {', '.join(self.of)})",
+            f"{expected} at {where} (from {', '.join(self.of)})",
             f"{found}; {self.wrong} of {self.count} values differ",
         )
 
@@ -175,11 +183,11 @@ def check_streams(place: Place) -> None:
         attn.add(start, stop, settled(_pre(place, "hc_attn", start, stop), x))
         if not goes_on:
             continue
-        x = settled(*_post(place, "hc_attn", "attn.out", x, start, stop))
+        x = settled(*post_terms(place, "hc_attn", "attn.out", x, start, stop))
         ffn.add(start, stop, settled(_pre(place, "hc_ffn", start, stop), x))
         if ends:
             found = place.source.bits(leaving, start, stop)
-            post = _post(place, "hc_ffn", "ffn.out", x, start, stop)
+            post = post_terms(place, "hc_ffn", "ffn.out", x, start, stop)
             judged.add(start * width, found, *post)
     attn.close()
     if goes_on:
@@ -188,15 +196,26 @@ def check_streams(place: Place) -> None:
         judged.close()
 
 
+def middle_streams(place: Place, x: Unsure, start: int, stop: int) -> Unsure | None:
+    """The streams after attention from those before it, some tokens; None where keys are
+    missing.
+    """
+    if not place.has("hc_attn.post", "hc_attn.comb", "attn.out"):
+        return None
+    return settled(*post_terms(place, "hc_attn", "attn.out", x, start, stop))
+
+
 def _pre(place: Place, name: str, start: int, stop: int) -> F64:
     """`pre` of some tokens as coefficients [s, 1, M]."""
     return place.source.floats(place.key(f"{name}.pre"), start, stop).astype(np.float64)[:, None]
 
 
-def _post(
+def post_terms(
     place: Place, name: str, result: str, x: Unsure, start: int, stop: int
 ) -> tuple[F64, Unsure]:
-    """Coefficients [s, M, 1 + M] and terms [s, 1 + M, D] of hc_post: the sublayer's result, then the streams."""
+    """Coefficients [s, M, 1 + M] and terms [s, 1 + M, D] of hc_post: the sublayer's result,
+    then the streams.
+    """
     source = place.source
     post = source.floats(place.key(f"{name}.post"), start, stop).astype(np.float64)
     comb = source.floats(place.key(f"{name}.comb"), start, stop).astype(np.float64)
@@ -225,12 +244,14 @@ class _Norm:
     def close(self) -> None:
         """Judge the weight."""
         if self.votes.rows:
-            name = f"weight of {self.place.weights}{self.out.removesuffix('.out')}"
+            name = f"{self.place.weights}{self.out.removesuffix('.out')}.weight"
             self.place.unknowns.add(self.rule, name, self.votes)
 
 
 def check_mtp_input(place: Place) -> None:
-    """What enters the MTP block: norms of embedding and streams, projections of equal inputs, logits."""
+    """What enters the MTP block: norms of embedding and streams, projections of equal inputs,
+    logits.
+    """
     source = place.source
     norm(place, "enorm", "embed.out", "enorm.out")
     _check_hnorm(place)
@@ -249,7 +270,9 @@ def check_mtp_input(place: Place) -> None:
 
 
 def _check_hnorm(place: Place) -> None:
-    """The prefill norms every position's streams of the last layer, the decode step the last position's."""
+    """The prefill norms every position's streams of the last layer, the decode step the last
+    position's.
+    """
     streams = f"layers.{place.config.n_layers - 1}.out"
     if not (place.has("hnorm.out") and streams in place.source):
         return
@@ -260,4 +283,4 @@ def _check_hnorm(place: Place) -> None:
         x = wide(source.bits(streams, first + start, first + stop)).reshape(-1, dim)
         out = source.bits(place.key("hnorm.out"), start, stop).reshape(-1, dim)
         votes.add(*norm_bounds(out, x, place.config.norm_eps))
-    place.unknowns.add("hnorm", f"weight of {place.weights}hnorm", votes)
+    place.unknowns.add("hnorm", f"{place.weights}hnorm.weight", votes)

@@ -1,14 +1,16 @@
-"""Rules about single keys: finite and BF16 values as the file goes by; tables, gates and coefficients (SPEC 4 to 6)."""
+"""Rules about single keys: finite and BF16 values as the file goes by; tables, gates and
+coefficients (SPEC 4 to 6).
+"""
 
 import math
 
 import numpy as np
 
 from v4tool.check.attention import TABLE
-from v4tool.check.bits import F64, Ints, at, number
+from v4tool.check.bits import F64, Ints, Mask, at, number
+from v4tool.check.book import Book
 from v4tool.check.formulas import allowed_blocks
 from v4tool.check.place import Place
-from v4tool.check.rules import Book
 from v4tool.names import Kind, has_indexer, table_offset, window_columns
 from v4tool.record.sweep import Bytes, Piece
 
@@ -18,7 +20,9 @@ FP32_ULP = 2.0**-23
 
 
 class ValueRules:
-    """`finite` and `bf16` for the FP32 keys of a file that goes by in pieces; one finding a key and rule."""
+    """`finite` and `bf16` for the FP32 keys of a file that goes by in pieces; one finding a key
+    and rule.
+    """
 
     def __init__(self, book: Book, kinds: dict[str, Kind]) -> None:
         self.book, self.kinds = book, kinds
@@ -44,7 +48,7 @@ class ValueRules:
         self._keys[rule].add(key)
         self._values[rule] += values
 
-    def _keep(self, key: str, rule: str, piece: Piece, bad: np.ndarray) -> None:  # type: ignore[type-arg]
+    def _keep(self, key: str, rule: str, piece: Piece, bad: Mask) -> None:
         where = np.flatnonzero(bad)
         value = piece.data.view(np.float32)[where[0]]
         first = piece.offset // 4 + int(where[0])
@@ -213,20 +217,23 @@ def _check_comb(place: Place, key: str, comb: F64) -> None:
 def spread(comb: F64) -> F64:
     """The projective diameter of each matrix: log of its largest cross-ratio, [s, M, M] -> [s].
 
-    Scaling rows and columns does not change it, so the end of the iteration tells it of the beginning.
+    Scaling rows and columns does not change it, so the end of the iteration tells it of the
+    beginning.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(comb)
         ratios = logs[:, :, None, :] - logs[:, None, :, :]
-        return np.nan_to_num(ratios.max(-1) - ratios.min(-1), nan=np.inf).max((1, 2))
+        widths = ratios.max(-1) - ratios.min(-1)
+        return np.asarray(np.nan_to_num(widths, nan=np.inf).max((1, 2)))
 
 
 def row_residual(comb: F64, iterations: int, eps: float) -> F64:
     """How far a row's sum may be from 1 after the last column step: [s, M, M] -> [s].
 
-    Birkhoff: a positive matrix contracts Hilbert's metric by k = tanh(spread / 4), so each half step brings the
-    row sums nearer to each other by k; after softmax (entries eps ... 1 + eps) they are at most log((1 + eps) / eps)
-    apart. On top of it come the eps in each division, M * eps a half step with a geometric sum, and FP32.
+    Birkhoff: a positive matrix contracts Hilbert's metric by k = tanh(spread / 4), so each half
+    step brings the row sums nearer to each other by k; after softmax (entries eps ... 1 + eps)
+    they are at most log((1 + eps) / eps) apart. On top of it come the eps in each division, M *
+    eps a half step with a geometric sum, and FP32.
     """
     m = comb.shape[-1]
     k = np.tanh(spread(comb) / 4)
@@ -236,6 +243,8 @@ def row_residual(comb: F64, iterations: int, eps: float) -> F64:
 
 
 def column_residual(comb: F64, eps: float) -> F64:
-    """How far a column's sum may be from 1: the eps beside its sum in the last division, and FP32."""
+    """How far a column's sum may be from 1: the eps beside its sum in the last division, and
+    FP32.
+    """
     m = comb.shape[-1]
     return np.full(len(comb), m * eps + m * FP32_ULP)

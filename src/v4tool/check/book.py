@@ -1,0 +1,134 @@
+"""The book of one check: findings, and a tally of what every rule was applied to.
+
+A rule that was never applied shows in its tally, so that a check that checks nothing cannot
+pass for one. Findings are one a key and rule, with the first place that is wrong and how many
+there are.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from v4tool.check.bits import Bits, at, number, same, widen
+from v4tool.check.rules import RULES
+from v4tool.errors import Finding
+
+
+@dataclass
+class Tally:
+    """What a rule was applied to: how often, to how many keys and values, and how often it
+    failed.
+    """
+
+    keys: set[str] = field(default_factory=set)
+    values: int = 0
+    findings: int = 0
+
+
+class Book:
+    """Findings and tallies of one check."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
+        self.findings: list[Finding] = []
+        self.tallies: dict[str, Tally] = {}
+        self.shapes = shapes or {}
+
+    def applied(self, rule: str, keys: Iterable[str] = (), values: int = 0) -> Tally:
+        """Note that a rule was applied to keys and values."""
+        assert rule in RULES, rule
+        tally = self.tallies.setdefault(rule, Tally())
+        tally.keys.update(keys)
+        tally.values += values
+        return tally
+
+    def report(
+        self, key: str, rule: str, expected: object, found: object, *, note: bool = False
+    ) -> None:
+        """Add a finding."""
+        self.applied(rule).findings += not note
+        severity: Literal["error", "note"] = "note" if note else "error"
+        self.findings.append(Finding(key, rule, str(expected), str(found), severity))
+
+    def compare(self, rule: str, key: str, found: Bits, expected: Bits, of: Sequence[str]) -> None:
+        """BF16 values that must be equal; `of`: the keys that the expected ones come from."""
+        with Comparison(self, rule, key, of) as comparison:
+            comparison.add(0, found, expected)
+
+    def equal(
+        self,
+        rule: str,
+        key: str,
+        found: npt.NDArray[np.generic],
+        expected: npt.NDArray[np.generic],
+        of: Sequence[str],
+    ) -> None:
+        """Integers or FP32 words that must be equal."""
+        self.applied(rule, [key, *of], found.size)
+        wrong = np.flatnonzero((found != expected).reshape(-1))
+        if wrong.size:
+            place = self.place(key, int(wrong[0]), found.shape)
+            self.report(
+                key,
+                rule,
+                f"{expected.reshape(-1)[wrong[0]]} at {place}{_from(of)}",
+                f"{found.reshape(-1)[wrong[0]]}; {wrong.size} of {found.size} values differ",
+            )
+
+    def place(self, key: str, index: int, shape: tuple[int, ...] = ()) -> list[int]:
+        """A flat index as indices of the key's recorded shape."""
+        recorded = self.shapes.get(key, shape)
+        return at(index, recorded if math.prod(recorded) > index else shape)
+
+
+def _from(of: Sequence[str]) -> str:
+    return f" (from {', '.join(of)})" if of else ""
+
+
+class Comparison:
+    """BF16 values of one key compared in pieces; reports once, when it is left."""
+
+    def __init__(self, book: Book, rule: str, key: str, of: Sequence[str]) -> None:
+        self.book, self.rule, self.key, self.of = book, rule, key, of
+        self.count = self.wrong = 0
+        self.first: tuple[int, np.uint16, np.uint16] | None = None
+
+    def add(self, start: int, found: Bits, expected: Bits) -> None:
+        """Compare some values; `start`: flat index of the first one in the key."""
+        bad = np.flatnonzero(~same(found, expected).reshape(-1))
+        self.count += found.size
+        self.wrong += bad.size
+        if bad.size and self.first is None:
+            i = bad[0]
+            self.first = (start + int(i), found.reshape(-1)[i], expected.reshape(-1)[i])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            return
+        self.book.applied(self.rule, [self.key, *self.of], self.count)
+        if self.first is not None:
+            index, found, expected = self.first
+            place = self.book.place(self.key, index, (self.count,))
+            self.book.report(
+                self.key,
+                self.rule,
+                f"{number(value_of(expected))} at {place}{_from(self.of)}",
+                f"{number(value_of(found))}; {self.wrong} of {self.count} values differ",
+            )
+
+
+def value_of(bits: np.uint16) -> float:
+    """The value of one BF16 bit pattern."""
+    return float(widen(np.array([bits], np.uint16))[0])

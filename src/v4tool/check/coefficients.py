@@ -1,0 +1,254 @@
+"""Coefficients of the hyper-connections, pooling and the heads' norms with the checkpoint's
+weights.
+
+Part of `check --deep`. All of them take values that are recorded rounded to FP32, or streams
+that are not recorded; how far a result may be off because of that is carried along, and nothing
+beyond it is accepted (SPEC section 5). T tokens of a pass, M streams, D dim, t blocks.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from v4tool.check.bits import F64, FP32_HALF_ULP, Bits, order, rounded, wide, widen
+from v4tool.check.book import Book
+from v4tool.check.place import Place
+from v4tool.check.source import Source
+from v4tool.check.streams import Streams, Unsure, middle_streams, post_terms, settled
+from v4tool.check.weights import numbers
+from v4tool.names import complete_blocks, compressor_groups, has_indexer
+
+if TYPE_CHECKING:
+    from v4tool.checkpoint.shards import Checkpoint
+
+RULE = "product"
+TOKENS = 64
+"""Tokens whose streams are held in binary64 at a time."""
+
+
+class Coefficients:
+    """What the unquantised weights of one block determine in one pass."""
+
+    def __init__(self, place: Place, source: Source, book: Book, checkpoint: "Checkpoint") -> None:
+        self.place, self.source, self.book, self.checkpoint = place, source, book, checkpoint
+        self.config = place.config
+
+    def check(self) -> None:
+        """Hyper-connections, compressors' pooling, and the norm before a head."""
+        self.coefficients()
+        if self.place.ratio:
+            self.pooling("attn.compressor")
+        if has_indexer(self.place.ratio):
+            self.pooling("attn.indexer.compressor")
+        self.head()
+
+    def coefficients(self) -> None:
+        """`pre`, `post` and `comb` of both hyper-connections from the streams that enter them."""
+        entering = Streams.before(self.place)
+        if entering is None:
+            return
+        for start in range(0, self.place.step.tokens, TOKENS):
+            stop = min(start + TOKENS, self.place.step.tokens)
+            x = Unsure(entering.read(start, stop))
+            self._mix("hc_attn", x, start, stop, entering.of)
+            middle = middle_streams(self.place, x, start, stop)
+            if middle is not None:
+                self._mix("hc_ffn", middle, start, stop, entering.of)
+
+    def _mixes(self, path: str, x: Unsure) -> tuple[F64, F64]:
+        """The streams' projection over their RMS, and how far it may be off: F64 [T, n] twice."""
+        fn = numbers(self.checkpoint.read(f"{path}_fn"))
+        flat = x.values.reshape(len(x.values), -1)
+        mean = (flat * flat).mean(-1, keepdims=True)
+        scale = 1 / np.sqrt(mean + self.config.norm_eps)
+        sums = flat @ fn.T
+        error = 1e-15 * (np.abs(flat) @ np.abs(fn).T)
+        if x.spread is not None:
+            spread = x.spread.reshape(len(flat), -1)
+            relative = ((2 * np.abs(flat) + spread) * spread).mean(-1, keepdims=True) / mean
+            error += spread @ np.abs(fn).T + np.abs(sums) * relative
+        return sums * scale, error * scale
+
+    def _mix(self, name: str, x: Unsure, start: int, stop: int, of: Sequence[str]) -> None:
+        keys = [self.place.key(f"{name}.{part}") for part in ("pre", "post", "comb")]
+        if not self.source.has(*keys):
+            return
+        m, path = self.config.hc_mult, f"{self.place.weights}{name}"
+        mixes, error = self._mixes(path, x)
+        scale, base = (
+            numbers(self.checkpoint.read(f"{path}_{part}")) for part in ("scale", "base")
+        )
+        scales = np.repeat(scale, [m, m, m * m])
+        logits, error = mixes * scales + base, error * np.abs(scales)
+        gates = 1 / (1 + np.exp(-logits[:, : 2 * m]))
+        expected = [gates[:, :m] + self.config.hc_eps, 2 * gates[:, m:]]
+        expected.append(self._sinkhorn(logits[:, 2 * m :].reshape(-1, m, m)))
+        errors = [error[:, :m] / 4, error[:, m : 2 * m] / 2]
+        # every exponent moves by at most `worst`; each of the quotients that follow by twice that
+        worst = error[:, 2 * m :].max(-1)[:, None, None]
+        rounds = 2 * self.config.hc_sinkhorn_iters
+        errors.append(expected[2] * np.expm1(np.minimum(2 * rounds * worst, 50)))
+        for key, value, slack in zip(keys, expected, errors, strict=True):
+            self._close(
+                key, self.source.floats(key, start, stop), value, slack, [*of, f"{path}_fn"]
+            )
+
+    def _sinkhorn(self, logits: F64) -> F64:
+        eps = self.config.hc_eps
+        comb = np.exp(logits - logits.max(-1, keepdims=True))
+        comb = comb / comb.sum(-1, keepdims=True) + eps
+        comb = comb / (comb.sum(1, keepdims=True) + eps)
+        for _ in range(self.config.hc_sinkhorn_iters - 1):
+            comb = comb / (comb.sum(2, keepdims=True) + eps)
+            comb = comb / (comb.sum(1, keepdims=True) + eps)
+        return np.asarray(comb)
+
+    def _close(
+        self,
+        key: str,
+        found: np.ndarray,
+        expected: F64,
+        slack: F64,
+        of: Sequence[str],
+    ) -> None:
+        self.book.applied(RULE, [key, *of], found.size)
+        ulp = np.spacing(np.abs(found)).astype(np.float64)
+        wrong = np.flatnonzero(~(np.abs(found - expected) <= ulp + slack).reshape(-1))
+        if wrong.size:
+            i = int(wrong[0])
+            self.book.report(
+                key, RULE, f"{expected.reshape(-1)[i]:.9g} (from {', '.join(of)})",
+                f"{found.reshape(-1)[i]:.9g}; {wrong.size} of {found.size} values differ",
+            )  # fmt: skip
+
+    def head(self) -> None:
+        """`norm.out` of the pass, after the last block: the streams mixed by `hc_head` and
+        normed.
+        """
+        place = self.place
+        if not (place.is_mtp or place.layer == self.config.n_layers - 1):
+            return
+        prefix = place.prefix if place.is_mtp else place.pass_prefix
+        path = place.weights if place.is_mtp else ""
+        key = f"{prefix}norm.out"
+        streams = self._last_streams()
+        if key not in self.source or streams is None:
+            return
+        mixes, error = self._mixes(f"{path}hc_head", streams)
+        scale, base = (
+            numbers(self.checkpoint.read(f"{path}hc_head_{part}")) for part in ("scale", "base")
+        )
+        pre = 1 / (1 + np.exp(-(mixes * scale + base))) + self.config.hc_eps
+        pre_error = error * np.abs(scale) / 4 + 1e-15
+        values = (pre[:, None] @ streams.values)[:, 0]
+        slack = (pre_error[:, None] @ np.abs(streams.values))[:, 0] + 1e-15 * np.abs(values)
+        if streams.spread is not None:
+            slack += (pre[:, None] @ streams.spread)[:, 0]
+        weight = numbers(self.checkpoint.read(f"{path}norm.weight"))
+        self._normed(
+            key, rounded(values - slack), rounded(values + slack), weight, [f"{path}hc_head_fn"]
+        )
+
+    def _last_streams(self) -> Unsure | None:
+        """The streams that leave the block: recorded, or for MTP recomputed."""
+        place = self.place
+        if not place.is_mtp:
+            key = place.key("out")
+            return Unsure(wide(self.source.bits(key))) if key in self.source else None
+        entering = Streams.before(place)
+        if entering is None:
+            return None
+        x = middle_streams(place, Unsure(entering.read(0, place.step.tokens)), 0, place.step.tokens)
+        return None if x is None else leaving_streams(place, x)
+
+    def pooling(self, name: str) -> None:
+        """A compressor's `norm.out` from the recorded rows of all passes, the ape and the
+        norm's weight.
+        """
+        place, ratio = self.place, self.place.ratio
+        key, blocks = place.key(f"{name}.norm.out"), complete_blocks(place.step, ratio)
+        rows = self._rows(name)
+        if not blocks or key not in self.source or rows is None:
+            return
+        path = f"{place.weights}{name}."
+        kv, gate = rows
+        ape = numbers(self.checkpoint.read(path + "ape"))
+        gate_error = FP32_HALF_ULP * np.abs(gate)
+        gate = gate + ape[np.arange(len(gate)) % ratio]
+        pooled, error = pool(kv, gate, gate_error, place.step.start // ratio, blocks, ratio)
+        weight = numbers(self.checkpoint.read(path + "norm.weight"))
+        low, high = rounded(pooled - error), rounded(pooled + error)
+        of = [place.key(f"{name}.wkv.out"), place.key(f"{name}.wgate.out"), path + "ape"]
+        self._normed(key, low, high, weight, of)
+
+    def _rows(self, name: str) -> tuple[F64, F64] | None:
+        """All rows of a compressor up to this pass, kv and gate [positions, c * d] each."""
+        every = (*self.place.earlier, self.place)
+        keys = [(p.key(f"{name}.wkv.out"), p.key(f"{name}.wgate.out")) for p in every]
+        if not all(self.source.has(*pair) for pair in keys):
+            return None
+        kv, gate = (
+            np.concatenate([self.source.floats(pair[side]) for pair in keys]).astype(np.float64)
+            for side in (0, 1)
+        )
+        return (kv, gate) if len(kv) == self.place.step.end else None
+
+    def _normed(self, key: str, low: Bits, high: Bits, weight: F64, of: Sequence[str]) -> None:
+        """An RMS norm whose input lies between two BF16 values (mostly equal ones)."""
+        found = self.source.bits(key).reshape(low.shape)
+        a, b = wide(low), wide(high)
+        eps = self.config.norm_eps
+        least, most = np.minimum(np.abs(a), np.abs(b)), np.maximum(np.abs(a), np.abs(b))
+        scale_high = 1 / np.sqrt((least * least).mean(-1) + eps) * (1 + 1e-12)
+        scale_low = 1 / np.sqrt((most * most).mean(-1) + eps) * (1 - 1e-12)
+        products = [weight * x * s[:, None] for x in (a, b) for s in (scale_low, scale_high)]
+        lowest, highest = order(rounded(np.min(products, 0))), order(rounded(np.max(products, 0)))
+        seen = order(found)
+        self.book.applied(RULE, [key, *of], found.size)
+        wrong = np.flatnonzero(((seen < lowest) | (seen > highest)).reshape(-1))
+        if wrong.size:
+            i = int(wrong[0])
+            expected = widen(rounded(np.min(products, 0))).reshape(-1)[i]
+            place = self.book.place(key, i, found.shape)
+            self.book.report(
+                key, RULE, f"{expected:.9g} at {place} (from {', '.join(of)})",
+                f"{widen(found).reshape(-1)[i]:.9g}; {wrong.size} of {found.size} values differ",
+            )  # fmt: skip
+
+
+def leaving_streams(place: Place, x: Unsure) -> Unsure | None:
+    """The streams after the experts, from those after attention."""
+    if not place.has("hc_ffn.post", "hc_ffn.comb", "ffn.out"):
+        return None
+    return settled(*post_terms(place, "hc_ffn", "ffn.out", x, 0, place.step.tokens))
+
+
+def pool(
+    kv: F64, gate: F64, gate_error: F64, first: int, blocks: int, ratio: int
+) -> tuple[F64, F64]:
+    """Softmax-weighted sums over the rows of each block, and how far they may be off: F64 [t,
+    d] twice.
+
+    kv, gate [positions, c * d] from position 0 on; each gate is off by at most gate_error, each
+    kv by FP32.
+    """
+    groups = compressor_groups(ratio)
+    width = kv.shape[1] // groups
+    pooled, error = np.empty((blocks, width)), np.empty((blocks, width))
+    for i, block in enumerate(range(first, first + blocks)):
+        own = slice(block * ratio, (block + 1) * ratio)
+        values, scores, off = (x[own, -width:] for x in (kv, gate, gate_error))
+        if groups == 2 and block:
+            before = slice((block - 1) * ratio, block * ratio)
+            values, scores, off = (
+                np.concatenate([x[before, :width], y])
+                for x, y in ((kv, values), (gate, scores), (gate_error, off))
+            )
+        weights = np.exp(scores - scores.max(0))
+        weights /= weights.sum(0)
+        pooled[i] = (values * weights).sum(0)
+        # a softmax weight moves by at most expm1(2 * error) of itself
+        slack = np.expm1(2 * off.max(0)) + FP32_HALF_ULP + 1e-15
+        error[i] = (np.abs(values) * weights).sum(0) * slack
+    return pooled, error

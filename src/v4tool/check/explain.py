@@ -1,0 +1,106 @@
+"""What `check` ties to what: every identity with the keys it covers, and the keys that only
+weights can tie.
+
+Counted on the keys that configuration, length and decode steps demand; no file is needed.
+Routed experts count once per layer and pass, as `experts.<E>`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from v4tool.check.rules import RULES, Needs, Rule
+from v4tool.config import ModelConfig
+from v4tool.names import has_indexer, layer_of, pass_of, recording_keys
+
+PARTLY = "same in, same out"
+"""Ties only rows whose inputs happen to be equal, so it does not count as tying a key."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One identity. keys: how many it covers; examples: the ends of their names."""
+
+    id: str
+    says: str
+    needs: Needs
+    keys: int
+    covers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All identities, and what no identity without the checkpoint ties: end of the key -> how
+    many.
+    """
+
+    identities: list[Explained]
+    only_weights: dict[str, int]
+    keys: int
+
+
+def explain(
+    config: ModelConfig, length: int, decode: int = 0, *, mtp: bool | None = None
+) -> Explanation:
+    """The identities of a recording of `length` tokens and `decode` steps."""
+    mtp = config.mtp_supported if mtp is None else mtp
+    keys = recording_keys(config, length, decode, mtp=mtp)
+    rules = [rule for rule in RULES.values() if rule.family in ("identity", "weights")]
+    tying = [rule for rule in rules if rule.family == "identity" and rule.id != PARTLY]
+    counts, loose = Counter[str](), Counter[str]()
+    for key, spec in keys.items():
+        counts.update(rule.id for rule in rules if covers(rule, key, config))
+        if spec.kind != "int" and not any(covers(rule, key, config) for rule in tying):
+            loose[_shown(set(names_of(key, config)))] += 1
+    rows = [Explained(r.id, r.says, r.needs, counts[r.id], r.covers) for r in rules]
+    return Explanation(rows, dict(loose.most_common()), len(keys))
+
+
+def covers(rule: Rule, key: str, config: ModelConfig) -> bool:
+    """Whether a rule ties a (generic) key."""
+    if rule.covers == ("*",):
+        return not key.endswith("input_ids")
+    return _applies(rule, key, config) and not set(rule.covers).isdisjoint(names_of(key, config))
+
+
+def _applies(rule: Rule, key: str, config: ModelConfig) -> bool:
+    """Whether the rule is about the key's block and pass."""
+    prefix, layer = pass_of(key), layer_of(key)
+    is_mtp = prefix.startswith("mtp.")
+    ratio = config.ratio(config.n_layers if is_mtp else layer or 0)
+    return {
+        "": True,
+        "ratio 4": has_indexer(ratio),
+        "ratio 128": ratio > 0 and not has_indexer(ratio),
+        "hash": layer is not None and config.is_hash(layer),
+        "later passes": "decode." in prefix,
+        "main": not is_mtp,
+    }[rule.only]
+
+
+def _shown(names: set[str]) -> str:
+    return min(names, key=len)
+
+
+def names_of(key: str, config: ModelConfig) -> Iterator[str]:
+    """The names under which rules know a key: its end, with what sets it apart from others."""
+    prefix = pass_of(key)
+    name = key.removeprefix(prefix)
+    if name.startswith("layers."):
+        _, number, name = name.split(".", 2)
+        ratio = config.ratio(int(number))
+        if name == "out":
+            yield "layers.<n>.out"
+            return
+        if name.startswith("attn.rope.rot.") and _of_compressor(key, ratio):
+            yield "attn.rope.rot.<last>.out"
+            return
+    elif prefix.startswith("mtp."):
+        yield f"mtp.{name}"
+    yield name
+
+
+def _of_compressor(key: str, ratio: int) -> bool:
+    """Whether a rotation is the main compressor's: the third of ratio 128, the last of ratio 4."""
+    number = int(key.split(".")[-2])
+    return (number == 2 and not has_indexer(ratio)) or number == 4

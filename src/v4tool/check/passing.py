@@ -1,0 +1,131 @@
+"""What happens to a file's pieces as they go by: some are held, all are summed, and blocks are
+judged beside it.
+
+Left out: what judging a block means (`recording.check_place`).
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from v4tool.check.book import Book
+from v4tool.check.place import Place
+from v4tool.check.source import Array, Source, packed
+from v4tool.record.manifest import Entry as ManifestEntry
+from v4tool.record.manifest import checksum
+from v4tool.record.sweep import Header, Piece
+
+NOT_HELD = ("w1.out", "w3.out", "wgate.out", "compressor.wkv.out", "head.out", "logits.out")
+"""Ends of keys that no identity reads as a whole: they are not kept while the file goes by."""
+BLOCKS_WAITING = 2
+
+
+class Holder:
+    """Puts whole tensors that go by into the source's cache."""
+
+    def __init__(self, source: Source, wanted: Callable[[str], bool]) -> None:
+        self.source, self.wanted = source, wanted
+        self._parts: list[Array] = []
+
+    def take(self, piece: Piece) -> None:
+        key = piece.entry.key
+        kind = self.source.kinds.get(key)
+        if kind is None or not self.wanted(key):
+            return
+        part = packed(piece.data, piece.entry.dtype, kind)
+        if part.base is not None:
+            part = part.copy()
+        if piece.whole:
+            self.source.put(key, part)
+            return
+        self._parts = [part] if piece.offset == 0 else [*self._parts, part]
+        if piece.last and sum(p.size for p in self._parts) * 4 == piece.entry.nbytes:
+            self.source.put(key, np.concatenate(self._parts))
+            self._parts = []
+
+
+class Sums:
+    """The checksum of every tensor, where there is a manifest to compare with."""
+
+    def __init__(self, manifest: ManifestEntry | None) -> None:
+        self.manifest = manifest
+        self._sums: dict[str, int] = {}
+
+    def take(self, piece: Piece) -> None:
+        if self.manifest is not None and len(piece.data) % 4 == 0:
+            key = piece.entry.key
+            words = piece.data.view(np.uint32)
+            self._sums[key] = (self._sums.get(key, 0) + checksum(words)) % (1 << 32)
+
+    def close(self, header: Header, book: Book) -> None:
+        """Compare; silent where the keys are not those of the manifest, which other rules
+        report.
+        """
+        known = self.manifest.sums() if self.manifest is not None else []
+        keys = sorted(header.entries)
+        if len(known) != len(keys):
+            return
+        book.applied("tensor checksum", keys)
+        for key, expected in zip(keys, known, strict=True):
+            if self._sums.get(key, 0) != expected:
+                found = f"{self._sums.get(key, 0):08x}"
+                book.report(key, "tensor checksum", f"{expected:08x} as in the manifest", found)
+
+
+class Beside:
+    """Runs every block's identities in a thread once all of its keys have gone by."""
+
+    def __init__(self, places: list[Place], source: Source, judge: Callable[[Place], None]) -> None:
+        self.source, self._judge = source, judge
+        self._places = {place.prefix: place for place in places}
+        self._left = dict.fromkeys(self._places, 0)
+        for key in source.kinds:
+            if (prefix := self._prefix(key)) is not None:
+                self._left[prefix] += 1
+        self._waiting: list[Future[None]] = []
+        self._pool = ThreadPoolExecutor(1)
+
+    def _prefix(self, key: str) -> str | None:
+        """The place that a key belongs to: what stands before the first module's name."""
+        parts = key.split(".")
+        for count in (2, 3, 4):
+            prefix = ".".join(parts[:count]) + "."
+            if prefix in self._places:
+                return prefix
+        return None
+
+    def wanted(self, key: str) -> bool:
+        """Whether an identity will read the key as a whole."""
+        return bool(self._places) and not key.endswith(NOT_HELD)
+
+    def passed(self, key: str) -> None:
+        """Note that a key has gone by."""
+        prefix = self._prefix(key)
+        if prefix is None or key not in self.source.kinds:
+            return
+        self._left[prefix] -= 1
+        if self._left[prefix] == 0:
+            self._start(prefix)
+
+    def _start(self, prefix: str) -> None:
+        while len(self._waiting) >= BLOCKS_WAITING:
+            self._waiting.pop(0).result()
+        self._waiting.append(self._pool.submit(self._run, self._places[prefix]))
+
+    def _run(self, place: Place) -> None:
+        self._judge(place)
+        self.source.forget(place.prefix, keep=place.key("out"))
+
+    def __enter__(self) -> "Beside":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                for prefix in [prefix for prefix, left in self._left.items() if left > 0]:
+                    self._start(prefix)
+                for future in self._waiting:
+                    future.result()
+        finally:
+            self._pool.shutdown(cancel_futures=True)

@@ -1,0 +1,244 @@
+"""Every product with a weight, recomputed from its recorded input: what `check --deep` adds.
+
+The products come from `quant.linear`, what surrounds them is written here from SPEC section 5.
+With these, each key of a recording is tied to something. Coefficients that are recorded rounded
+to FP32 make some inputs of a later product unsure by one BF16 step; such rows are recomputed
+with each choice before they are called wrong. T tokens of a pass, M streams, D dim, E experts.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from v4tool.check.bits import F64, FP32_HALF_ULP, Bits, rounded, same, wide
+from v4tool.check.book import Book
+from v4tool.check.coefficients import Coefficients
+from v4tool.check.place import Place
+from v4tool.check.source import Source
+from v4tool.check.weights import acc_equal, bits_of, numbers
+from v4tool.names import has_indexer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from v4tool.checkpoint.shards import Checkpoint
+    from v4tool.quant.linear import QuantizedWeight
+
+RULE = "product"
+MOST_UNSURE = 6
+"""Unsure elements of a row whose 2^n choices are all tried; a row with more is not judged."""
+
+
+def check_products(
+    places: Sequence[Place], source: Source, book: Book, checkpoint: "Checkpoint"
+) -> None:
+    """All products of all passes, layer by layer, so that a weight is read once for all passes."""
+    layers: dict[int, list[Place]] = {}
+    for place in places:
+        layers.setdefault(place.layer, []).append(place)
+    for same_layer in layers.values():
+        for place in same_layer:
+            Products(place, source, book, checkpoint).check()
+            Coefficients(place, source, book, checkpoint).check()
+
+
+class Products:
+    """The products of one block in one pass."""
+
+    def __init__(self, place: Place, source: Source, book: Book, checkpoint: "Checkpoint") -> None:
+        from v4tool.config import Numerics
+
+        self.place, self.source, self.book, self.checkpoint = place, source, book, checkpoint
+        self.config = place.config
+        self.numerics = Numerics()
+
+    def check(self) -> None:
+        """Everything that takes a weight of this block."""
+        self.linear("attn.wq_a", "attn_norm.out")
+        self.linear("attn.wkv", "attn_norm.out")
+        self.linear("attn.wq_b", "attn.q_norm.out")
+        self.linear("attn.wo_b", "attn.wo_b.in")
+        self.grouped()
+        self.compressors()
+        self.gate()
+        self.experts()
+        if self.place.is_mtp:
+            self.linear("e_proj", "enorm.out")
+            self.linear("h_proj", "hnorm.out")
+
+    # ---- quantised products -------------------------------------------------------------------
+
+    def weight(self, name: str, width: int) -> "QuantizedWeight":
+        """A quantised weight of this block."""
+        from v4tool.quant.linear import QuantizedWeight
+
+        path = self.place.weights + name
+        codes = self.checkpoint.read(f"{path}.weight")
+        scale = self.checkpoint.read(f"{path}.scale")
+        return QuantizedWeight(codes, scale, "fp8" if codes.shape[1] == width else "fp4")
+
+    def product(self, name: str, x: Bits) -> Bits:
+        """q_linear of bits [n, K]: bits [n, N]."""
+        from v4tool.quant.linear import q_linear
+
+        return bits_of(q_linear(tensor(x), self.weight(name, x.shape[-1]), self.numerics))
+
+    def linear(self, name: str, x: str) -> None:
+        """`name.out` is the quantised product of x with the weight."""
+        key, of = self.place.key(f"{name}.out"), self.place.key(x)
+        if self.source.has(key, of):
+            rows = self.source.bits(of)
+            rows = rows.reshape(-1, rows.shape[-1])
+            found = self.source.bits(key).reshape(len(rows), -1)
+            expected = self.product(name, rows)
+            self.book.compare(
+                RULE, key, found, expected, [of, f"{self.place.weights}{name}.weight"]
+            )
+
+    def grouped(self) -> None:
+        """`wo_b.in` is the grouped product of the heads' results, turned back, with wo_a."""
+        from v4tool.quant.linear import grouped_linear
+
+        out, back = self.place.key("attn.sparse_attn.out"), self.place.key("attn.rope.o_inv.out")
+        key = self.place.key("attn.wo_b.in")
+        if not self.source.has(out, back, key):
+            return
+        o = self.source.bits(out).copy()
+        o[..., -self.config.rope_head_dim :] = self.source.bits(back)
+        o = o.reshape(len(o), self.config.o_groups, -1)
+        weight = self.weight("attn.wo_a", o.shape[-1])
+        expected = bits_of(grouped_linear(tensor(o), weight, self.numerics))
+        found = self.source.bits(key)
+        of = [out, back, f"{self.place.weights}attn.wo_a.weight"]
+        self.book.compare(RULE, key, found, expected.reshape(found.shape), of)
+
+    # ---- products that stay in acc ------------------------------------------------------------
+
+    def plain(self, name: str, x: Bits) -> F64:
+        """x [n, K] times an unquantised weight of this block: F64 [n, N]."""
+        from v4tool.quant.linear import linear_hi
+
+        weight = self.checkpoint.read(self.place.weights + name)
+        return np.asarray(linear_hi(tensor(x), weight, self.numerics).numpy())
+
+    def compressors(self) -> None:
+        """The compressors' projections and pooling, the indexer's queries and weights."""
+        if not self.place.ratio or not self.place.has("attn_norm.out"):
+            return
+        x = self.source.bits(self.place.key("attn_norm.out"))
+        names = ["attn.compressor"]
+        if has_indexer(self.place.ratio):
+            names.append("attn.indexer.compressor")
+            self.linear("attn.indexer.wq_b", "attn.q_norm.out")
+            self._weights_proj(x)
+        for name in names:
+            for part in ("wkv", "wgate"):
+                self._acc(f"{name}.{part}", x)
+
+    def _weights_proj(self, x: Bits) -> None:
+        key = self.place.key("attn.indexer.weights_proj.out")
+        if key in self.source:
+            expected = rounded(self.plain("attn.indexer.weights_proj.weight", x))
+            of = [self.place.key("attn_norm.out"), f"{self.place.weights}attn.indexer.weights_proj"]
+            self.book.compare(RULE, key, self.source.bits(key), expected, of)
+
+    def _acc(self, name: str, x: Bits) -> None:
+        key = self.place.key(f"{name}.out")
+        if key in self.source:
+            expected = self.plain(f"{name}.weight", x)
+            of = [self.place.key("attn_norm.out"), f"{self.place.weights}{name}.weight"]
+            found = self.source.floats(key)
+            acc_equal(self.book, RULE, key, found, expected, np.abs(expected), of)
+
+    # ---- gate and experts ---------------------------------------------------------------------
+
+    def gate(self) -> None:
+        """Gate weights and, outside hash layers, the experts chosen."""
+        place = self.place
+        key, choice = place.key("ffn.gate.out.0"), place.key("ffn.gate.out.1")
+        x = place.key("ffn_norm.out")
+        if not self.source.has(key, choice, x):
+            return
+        logits = self.plain("ffn.gate.weight", self.source.bits(x))
+        scores = np.sqrt(np.where(logits > 20, logits, np.log1p(np.exp(np.minimum(logits, 20)))))
+        routes = self.source.ints(choice)
+        of = [x, f"{place.weights}ffn.gate.weight"]
+        if not self.config.is_hash(place.layer):
+            biased = scores + numbers(self.checkpoint.read(f"{place.weights}ffn.gate.bias"))
+            ranked = np.argsort(-biased, axis=1, kind="stable")[:, : routes.shape[1]]
+            self.book.equal(RULE, choice, routes, ranked, of)
+        if routes.min() >= 0 and routes.max() < scores.shape[1]:
+            chosen = np.take_along_axis(scores, routes, 1)
+            expected = chosen / chosen.sum(1, keepdims=True) * self.config.route_scale
+            found = self.source.floats(key)
+            acc_equal(self.book, RULE, key, found, expected, np.abs(expected), of)
+
+    def experts(self) -> None:
+        """w1, w3 and w2 of the shared expert and of every routed one."""
+        place = self.place
+        x, routing = place.key("ffn_norm.out"), place.key("ffn.gate.out.1")
+        if x not in self.source:
+            return
+        rows = self.source.bits(x)
+        self._expert("ffn.shared_experts", rows, None)
+        if not self.source.has(routing, place.key("ffn.gate.out.0")):
+            return
+        routes = self.source.ints(routing)
+        weights = self.source.floats(place.key("ffn.gate.out.0")).astype(np.float64)
+        for expert in self.source.experts.get(place.key("ffn."), []):
+            tokens, slots = np.nonzero(routes == expert)
+            name = f"ffn.experts.{expert}"
+            if place.has(f"{name}.out") and self.source.count(place.key(f"{name}.out")) == len(
+                tokens
+            ):
+                self._expert(name, rows[tokens], weights[tokens, slots])
+
+    def _expert(self, name: str, x: Bits, weight: F64 | None) -> None:
+        place, of = self.place, self.place.key("ffn_norm.out")
+        for part in ("w1", "w3"):
+            key = place.key(f"{name}.{part}.out")
+            if key in self.source:
+                expected = self.product(f"{name}.{part}", x)
+                self.book.compare(RULE, key, self.source.bits(key), expected, [of])
+        w1, w3, w2 = (place.key(f"{name}.{part}.out") for part in ("w1", "w3", "w2"))
+        if not self.source.has(w1, w3, w2):
+            return
+        limit = self.config.swiglu_limit
+        a = np.minimum(wide(self.source.bits(w1)), limit)
+        u = np.clip(wide(self.source.bits(w3)), -limit, limit)
+        h = a / (1 + np.exp(-a)) * u
+        error = np.abs(h) * 1e-15
+        if weight is not None:
+            h = weight[:, None] * h
+            error = np.abs(h) * (FP32_HALF_ULP + 1e-15)
+        self._unsure_product(f"{name}.w2", w2, rounded(h - error), rounded(h + error), [w1, w3])
+
+    def _unsure_product(
+        self, name: str, key: str, low: Bits, high: Bits, of: Sequence[str]
+    ) -> None:
+        """A quantised product whose input lies between two BF16 values, mostly equal ones."""
+        found, expected = self.source.bits(key), self.product(name, low)
+        differ = ~same(found, expected).all(1)
+        for row in np.flatnonzero(differ & (low != high).any(1)):
+            unsure = np.flatnonzero(low[row] != high[row])
+            if len(unsure) > MOST_UNSURE:
+                expected[row] = found[row]
+                continue
+            choices = np.repeat(low[row][None], 2 ** len(unsure), 0)
+            for i, pick in enumerate(itertools.product((False, True), repeat=len(unsure))):
+                taken = unsure[list(pick)]
+                choices[i, taken] = high[row, taken]
+            results = self.product(name, choices)
+            fitting = same(results, found[row]).all(1)
+            if fitting.any():
+                expected[row] = found[row]
+        self.book.compare(RULE, key, found, expected, of)
+
+
+def tensor(bits: Bits) -> "Tensor":
+    """Bits as a BF16 tensor."""
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(bits).view(np.int16)).view(torch.bfloat16)
