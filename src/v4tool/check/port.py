@@ -1,0 +1,286 @@
+"""The self-check of the port on a checkpoint: for someone about to spend an hour on a dump.
+
+Four questions, one row each or more: does the checkpoint have the layout; do its codes and
+scales decode; does each kernel do what an independent formula says (`kernels`); does one real
+layer of each type run, with every tensor of it read and every output finite. Nothing is judged
+twice: what opens a checkpoint has looked at its headers already.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from v4tool.check import kernels
+from v4tool.check.kernels import Wrong
+from v4tool.checkpoint.inspection import inspect
+from v4tool.checkpoint.layout import TensorSpec, layout
+from v4tool.checkpoint.shards import Checkpoint
+from v4tool.config import ModelConfig, Numerics
+from v4tool.errors import CheckpointError, InputError
+from v4tool.model.block import block
+from v4tool.model.scope import Scope, Segment
+from v4tool.names import Step, generic, is_expert, layer_keys
+
+if TYPE_CHECKING:
+    from v4tool.names import Keys
+
+Status = Literal["ok", "failed", "skipped"]
+Progress = Callable[[int], None]
+"""Told how many more bytes of weights have been looked at."""
+
+NAN_CODES = (0x7F, 0xFF)
+"""E4M3 codes that are NaN: no weight may have one."""
+PIECE_BYTES = 64 << 20
+"""Bytes of a weight looked at at a time."""
+QUICK_ROWS = 128
+"""Rows of each weight that a quick check looks at."""
+QUICK_TENSORS = 2000
+"""Weights that a quick check looks at, spread evenly over the checkpoint."""
+TOKENS = 130
+"""Prompt of the layers that are run: more than one block of 128."""
+QUICK_TOKENS = 9
+
+
+@dataclass(frozen=True)
+class PortRow:
+    """One row of the table: what was checked, how it went, what was seen, in how many seconds."""
+
+    name: str
+    status: Status
+    detail: str
+    seconds: float
+
+
+def check_port(
+    directory: Path | str,
+    *,
+    quick: bool = False,
+    layer: int | None = None,
+    numerics: Numerics | None = None,
+    progress: Progress | None = None,
+) -> list[PortRow]:
+    """Check the port on a checkpoint; the rows in order, a failed one does not end it.
+
+    quick: samples of the weights and a short prompt; layer: run this main layer only (default:
+    one of each type); progress: told bytes looked at while weights are streamed (`weight_bytes`
+    in all). InputError for a layer that there is not.
+    """
+    numerics = numerics or Numerics()
+    rows = [run_row("structure", lambda: structure(directory))]
+    try:
+        checkpoint = Checkpoint.open(directory)
+    except CheckpointError as error:
+        rows[0] = PortRow("structure", "failed", str(error), rows[0].seconds)
+        checkpoint = None
+    for name, task in kernels.TASKS.items():
+        rows.append(run_row(name, lambda task=task: task(numerics)))  # type: ignore[misc]
+    if checkpoint is None:
+        return [
+            *rows,
+            PortRow("weights and layers", "skipped", "the checkpoint cannot be read", 0.0),
+        ]
+    with checkpoint:
+        rows += list(
+            _with_weights(checkpoint, quick, layer, numerics, progress or (lambda _: None))
+        )
+    return rows
+
+
+def _with_weights(
+    checkpoint: Checkpoint, quick: bool, layer: int | None, numerics: Numerics, progress: Progress
+) -> Iterator[PortRow]:
+    config = checkpoint.config
+    if layer is not None and not 0 <= layer < config.n_layers:
+        raise InputError(f"--layer: expected 0 to {config.n_layers - 1}, found {layer}")
+    yield run_row("weights", lambda: weights(checkpoint, quick=quick, progress=progress))
+    layers = layer_types(config) if layer is None else {f"layer {layer}": layer}
+    for name, number in layers.items():
+        yield run_row(name, lambda n=number: one_layer(checkpoint, n, numerics, quick=quick))  # type: ignore[misc]
+
+
+def run_row(name: str, task: Callable[[], str]) -> PortRow:
+    """A row from a task that returns what it saw, or raises `Wrong` or CheckpointError."""
+    started = time.monotonic()
+    try:
+        status: Status = "ok"
+        detail = task()
+    except (Wrong, CheckpointError) as problem:
+        status, detail = "failed", str(problem)
+    return PortRow(name, status, detail, time.monotonic() - started)
+
+
+def structure(directory: Path | str) -> str:
+    """Names, dtypes and shapes against the layout: nothing missing, nothing that the port does
+    not read.
+    """
+    rows = inspect(directory)
+    wrong = [row for row in rows if row.status != "ok"]
+    if wrong:
+        kinds = {status: [r.name for r in wrong if r.status == status] for status in
+                 ("missing", "unexpected", "different")}  # fmt: skip
+        shown = "; ".join(
+            f"{len(names)} {kind}, first {names[0]}" for kind, names in kinds.items() if names
+        )
+        raise Wrong(shown)
+    return f"{len(rows)} tensors, all of the layout and nothing else"
+
+
+def weight_bytes(config: ModelConfig, *, quick: bool) -> int:
+    """How many bytes `check_port` will look at, for a progress bar."""
+    specs = layout(config)
+    return sum(_part(specs[name], quick).nbytes for name in _looked_at(specs, quick))
+
+
+def _looked_at(specs: dict[str, TensorSpec], quick: bool) -> list[str]:
+    names = [name for name, spec in specs.items() if spec.dtype != "I64"]
+    if not quick:
+        return names
+    step = max(1, len(names) // QUICK_TENSORS)
+    # an expert has six tensors: a step that shares a factor with 6 would always meet the same ones
+    while math.gcd(step, 6) > 1:
+        step += 1
+    return names[::step]
+
+
+def _part(spec: TensorSpec, quick: bool) -> TensorSpec:
+    """The first rows of a tensor where the check is quick."""
+    rows = min(QUICK_ROWS, spec.shape[0]) if quick else spec.shape[0]
+    return TensorSpec(spec.dtype, (rows, *spec.shape[1:]), spec.shard)
+
+
+def weights(checkpoint: Checkpoint, *, quick: bool, progress: Progress) -> str:
+    """No NaN among codes and scales, no infinity among plain weights; reading refuses bad
+    scales itself.
+    """
+    names = _looked_at(checkpoint.specs, quick)
+    looked = 0
+    for name in names:
+        spec = _part(checkpoint.specs[name], quick)
+        row_bytes = max(1, spec.nbytes // spec.shape[0])
+        step = max(1, PIECE_BYTES // row_bytes)
+        for start in range(0, spec.shape[0], step):
+            stop = min(start + step, spec.shape[0])
+            part = checkpoint.read_rows(name, start, stop)
+            _judge_weight(name, spec.dtype, part)
+            looked += (stop - start) * row_bytes
+            progress((stop - start) * row_bytes)
+    share = "a sample of" if quick else "all"
+    return f"{share} {len(names)} tensors, {looked / 2**30:.2f} GiB: no NaN, no infinity"
+
+
+def _judge_weight(name: str, dtype: str, part: Tensor) -> None:
+    if dtype == "F8_E4M3":
+        bad = sum(int((part == code).sum()) for code in NAN_CODES)
+    elif dtype in ("BF16", "F32"):
+        bad = int((~part.isfinite()).sum())
+    else:
+        bad = 0  # every FP4 code is a number; a NaN scale was refused when it was read
+    if bad:
+        raise Wrong(f"{name}: {bad} values are NaN or infinite")
+
+
+def layer_types(config: ModelConfig) -> dict[str, int]:
+    """One layer of each type, by what it is."""
+    types: dict[str, int] = {}
+    for layer in range(config.n_layers):
+        routing = "hash" if config.is_hash(layer) else "score"
+        kind = f"layer of ratio {config.ratio(layer)}, {routing} routing"
+        types.setdefault(kind, layer)
+    if config.mtp_supported:
+        types["MTP block"] = config.n_layers
+    return types
+
+
+class Watched:
+    """A checkpoint that remembers which tensors were read."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.names: set[str] = set()
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of a tensor."""
+        return self.checkpoint.nbytes(name)
+
+    def read(self, name: str, buffer: Tensor | None = None) -> Tensor:
+        """As the checkpoint's."""
+        self.names.add(name)
+        return self.checkpoint.read(name, buffer)
+
+    def read_rows(self, name: str, start: int, stop: int, buffer: Tensor | None = None) -> Tensor:
+        """As the checkpoint's."""
+        self.names.add(name)
+        return self.checkpoint.read_rows(name, start, stop, buffer)
+
+    def gather_rows(self, name: str, ids: Tensor) -> Tensor:
+        """As the checkpoint's."""
+        self.names.add(name)
+        return self.checkpoint.gather_rows(name, ids)
+
+    def advise(self, names: list[str]) -> None:
+        """As the checkpoint's."""
+        self.checkpoint.advise(names)
+
+
+def one_layer(checkpoint: Checkpoint, layer: int, numerics: Numerics, *, quick: bool) -> str:
+    """Run one block on embeddings: the keys of SPEC section 6, all finite, and every weight of
+    it read.
+    """
+    config = checkpoint.config
+    tokens = QUICK_TOKENS if quick else TOKENS
+    ids = torch.arange(tokens) * 31 % config.vocab_size
+    seen: dict[str, Tensor] = {}
+    watched, step = Watched(checkpoint), Step("", tokens, 0)
+    segment = Segment(step, ids, {}, seen.__setitem__)
+    scope = Scope(watched, config, numerics, (segment,), path=config.block_path(layer) + ".")
+    x = checkpoint.gather_rows("embed.weight", ids).unsqueeze(1).repeat(1, config.hc_mult, 1)
+    seen["out"] = block(scope, x, layer).unsqueeze(0)
+    _judge_outputs(seen, layer_keys(config, layer, step))
+    reached = _judge_reading(watched.names, checkpoint, layer, tokens)
+    return (
+        f"{tokens} tokens, {len(seen)} outputs finite, {reached} experts reached, all weights read"
+    )
+
+
+def _judge_outputs(seen: dict[str, Tensor], keys: "Keys") -> None:
+    missing = [key for key in keys if not is_expert(key) and key not in seen]
+    unknown = [key for key in seen if generic(key) not in keys]
+    if missing or unknown:
+        raise Wrong(f"keys missing {missing[:3]}, keys unknown {unknown[:3]}")
+    for key, value in seen.items():
+        wanted = keys[generic(key)].shape
+        if len(wanted) != value.dim() or any(
+            n not in (None, found) for n, found in zip(wanted, value.shape, strict=True)
+        ):
+            raise Wrong(f"{key}: shape {list(value.shape)}, expected {list(wanted)}")
+        if value.is_floating_point() and not value.isfinite().all():
+            count = int((~value.isfinite()).sum())
+            raise Wrong(f"{key}: {count} of {value.numel()} values are NaN or infinite")
+
+
+def _judge_reading(read: Iterable[str], checkpoint: Checkpoint, layer: int, tokens: int) -> int:
+    """Number of experts read; every tensor of the block must have been, and whole experts only.
+
+    The norm of a compressor is read where the prompt completes a block.
+    """
+    read, path = set(read), checkpoint.config.block_path(layer) + "."
+    mine = {name for name in checkpoint.specs if name.startswith(path)}
+    experts = {name.split(".experts.")[1].split(".")[0] for name in read if ".ffn.experts." in name}
+    outside = ("enorm", "hnorm", "norm", "e_proj", "h_proj", "hc_head")
+    without_block = tokens < checkpoint.config.ratio(layer)
+    for name in sorted(mine - read):
+        end = name.removeprefix(path)
+        if end.split(".")[0].startswith(outside):
+            continue  # before and after the block
+        if without_block and end == "attn.compressor.norm.weight":
+            continue
+        number = end.split(".")[2] if end.startswith("ffn.experts.") else None
+        if number is None or number in experts:
+            raise Wrong(f"{name} was never read")
+    return len(experts)
