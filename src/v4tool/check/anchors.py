@@ -1,0 +1,137 @@
+"""External anchors: what other engines have published of the released weights (`check
+--anchors`).
+
+The only public figures are next tokens and log-probabilities. Those engines use other kernels,
+so no tighter claim than half a nat is made. On any other checkpoint the figures mean nothing,
+and the check says so.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+import numpy as np
+from torch import Tensor
+
+from v4tool.check.bits import F64
+from v4tool.checkpoint.shards import Checkpoint
+from v4tool.config import ModelConfig, Numerics
+from v4tool.errors import CheckpointError
+from v4tool.model import stream
+from v4tool.profiles import Case, Expect
+from v4tool.record.sweep import read_header
+
+SYNTHETIC = "v4tool_synth"
+"""What a checkpoint of random weights says of itself in its shards' metadata."""
+
+
+@dataclass(frozen=True)
+class AnchorRow:
+    """One case: the expected next id and the one found; log-probabilities and margins in nats."""
+
+    case: str
+    expected: int
+    found: int
+    logprob: float
+    published: tuple[float, float] | None
+    margin: float | None
+    published_margin: float | None
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """The rows, or why the anchors do not apply to this checkpoint."""
+
+    rows: list[AnchorRow]
+    does_not_apply: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the anchors apply and all of them hold."""
+        return self.does_not_apply is None and all(row.ok for row in self.rows)
+
+
+def why_not(checkpoint: Checkpoint) -> str | None:
+    """Why the published figures do not apply to this checkpoint; None for the release."""
+    release = ModelConfig.from_file(str(files("v4tool") / "data" / "flash_config.json"))
+    if checkpoint.config != release:
+        differ = [n for n in type(release).model_fields
+                  if getattr(release, n) != getattr(checkpoint.config, n)]  # fmt: skip
+        return f"its configuration is not the release's: {', '.join(differ[:4])} differ"
+    shards = sorted(checkpoint.directory.glob("*.safetensors"))
+    if any(SYNTHETIC in read_header(shard).metadata for shard in shards[:1]):
+        return "its weights are random ones"
+    return None
+
+
+def check_anchors(
+    checkpoint: Checkpoint,
+    cases: Sequence[Case],
+    numerics: Numerics,
+    watch: Callable[[str, str], None] = lambda name, place: None,
+) -> Anchors:
+    """Run all cases that have published figures, if the checkpoint is the one that they are of.
+
+    watch: told the pass and the place that comes next. CheckpointError for a weight that cannot
+    be read.
+    """
+    reason = why_not(checkpoint)
+    if reason is not None:
+        return Anchors([], f"the anchors do not apply to {checkpoint.directory}: {reason}")
+    return Anchors(run_anchors(checkpoint, cases, numerics, watch))
+
+
+def run_anchors(
+    checkpoint: Checkpoint,
+    cases: Sequence[Case],
+    numerics: Numerics,
+    watch: Callable[[str, str], None] = lambda name, place: None,
+) -> list[AnchorRow]:
+    """Prefill all cases with an `expect` in one pass over the weights and compare the next
+    token.
+    """
+    cases = [case for case in cases if case.expect is not None]
+    if not cases:
+        raise CheckpointError("no case of the profile has published figures (`expect`)")
+    logits: list[dict[str, Tensor]] = [{} for _ in cases]
+
+    def keep(place: int) -> Callable[[str, Tensor], None]:
+        def tap(key: str, value: Tensor) -> None:
+            if key == "head.out":
+                logits[place][key] = value.clone()
+
+        return tap
+
+    sequences = [stream.Sequence(list(c.input_ids), keep(i)) for i, c in enumerate(cases)]
+    extent = stream.Extent(checkpoint.config.n_layers, head=True, mtp=False)
+    stream.run(checkpoint, checkpoint.config, numerics, sequences, extent, watch)
+    rows = []
+    for case, seen in zip(cases, logits, strict=True):
+        assert case.expect is not None
+        rows.append(judge(case.id, case.expect, seen["head.out"].double().numpy().reshape(-1)))
+    return rows
+
+
+def log_softmax(logits: F64) -> F64:
+    """Log-probabilities in nats, in binary64: [V] -> [V]."""
+    shifted = logits - logits.max()
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
+
+
+def judge(case: str, expect: Expect, logits: F64) -> AnchorRow:
+    """One case's logits [V] against the published figures."""
+    logprobs = log_softmax(logits)
+    found = int(logits.argmax())
+    logprob = float(logprobs[expect.id])
+    margin = None
+    ok = found == expect.id
+    if expect.logprob is not None:
+        low, high = expect.logprob
+        ok = ok and low - expect.within <= logprob <= high + expect.within
+    if expect.margin is not None and expect.runner_up is not None:
+        margin = float(logprobs[expect.id] - logprobs[expect.runner_up])
+        ok = ok and abs(margin - expect.margin) <= expect.within
+    return AnchorRow(
+        case, expect.id, found, logprob, expect.logprob, margin, expect.margin, ok
+    )  # fmt: skip
