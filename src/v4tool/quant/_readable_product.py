@@ -45,6 +45,6 @@ def product(x: Tensor, w: Tensor, group: int) -> Tensor:
     for start in range(0, x.shape[1], group):
         g = torch.zeros_like(acc)
         for k in range(start, min(start + group, x.shape[1])):
-            g += x[:, k, None] * w_t[k]
+            g.addcmul_(x[:, k, None], w_t[k])
         acc += g
     return torch.where(acc.isnan(), torch.nan, acc)

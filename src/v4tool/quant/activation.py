@@ -53,7 +53,7 @@ def _blocks(x: Tensor, block: int) -> Tensor:
     """Cut the last dimension: BF16 [..., n] -> [..., ceil(n / block), block], zeros at the end."""
     missing = -x.shape[-1] % block
     padded = F.pad(x, (0, missing)) if missing else x
-    return padded.reshape(*x.shape[:-1], -1, block)
+    return padded.reshape(*x.shape[:-1], padded.shape[-1] // block, block)
 
 
 def _amax(blocks: Tensor) -> Tensor:

@@ -134,4 +134,4 @@ def grouped_linear(x: Tensor, w: QuantizedWeight, numerics: "Numerics") -> Tenso
         out = to_bf16(torch.einsum("mgk,grk->mgr", rows.float(), weights))
     else:
         out = _backend_for(rows, numerics).grouped(rows, w, numerics.threads)
-    return out.reshape(*x.shape[:-1], -1)
+    return out.reshape(*x.shape[:-1], w.shape[0] // x.shape[-2])

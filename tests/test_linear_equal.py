@@ -1,0 +1,216 @@
+"""Every way to compute a product against the readable one, bit for bit: codes, scales, shapes."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.quant_operands import FAST, READABLE, THERE, fp4, fp8, generator, numerics, spread
+from tests.quant_tables import all_bf16, same_bits
+from v4tool.quant.linear import QuantizedWeight, grouped_linear, linear_hi, q_linear
+
+CODES = torch.arange(256).to(torch.uint8)
+SCALES = [0, 1, 2, 3, 4, 126, 127, 128, 246, 247, 248, 253, 254, 255]
+"""The ends, and on both sides of where BF16(element * scale) starts to differ from the product."""
+NEG_ZERO_F32 = -(2**31)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_every_byte_of_fp4_under_every_scale(backend: str) -> None:
+    w = QuantizedWeight(
+        CODES.repeat(256, 1), CODES.unsqueeze(-1).expand(256, 16).contiguous(), "fp4"
+    )
+    x = spread(generator(4), 3, 512).bfloat16()
+    assert same_bits(q_linear(x, w, numerics(backend)), q_linear(x, w, READABLE))
+
+
+def every_fp8_code() -> QuantizedWeight:
+    """For each scale of SCALES 128 rows, of which one half holds all codes and the other no NaN."""
+    rows = torch.stack([CODES.roll(i) for i in range(128 * len(SCALES))])
+    rows[::2][rows[::2] & 0x7F == 0x7F] = 0x80
+    return QuantizedWeight(rows, torch.tensor(SCALES).byte().repeat(2, 1).T.contiguous(), "fp8")
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_every_code_of_fp8_under_scales_of_all_kinds(backend: str) -> None:
+    w, x = every_fp8_code(), spread(generator(5), 3, 256).bfloat16()
+    expected = q_linear(x, w, READABLE)
+    assert expected.isnan().sum() == 3 * (128 * len(SCALES) / 2 + 128 / 2)
+    assert same_bits(q_linear(x, w, numerics(backend)), expected)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_every_code_of_fp8_rounded_to_bf16(backend: str) -> None:
+    w, x = every_fp8_code(), spread(generator(6), 3, 2, 256).bfloat16()
+    assert same_bits(grouped_linear(x, w, numerics(backend)), grouped_linear(x, w, READABLE))
+
+
+def test_the_weight_of_wo_a_is_rounded_to_bf16_before_the_product() -> None:
+    """2^-9 * 2^-127 is below half of the smallest BF16 value, 448 * 2^127 beyond the largest."""
+    one = torch.ones(1, 1, 1).bfloat16()
+    for code, scale, expected in [(1, 0, 0.0), (0x7E, 254, math.inf), (0x38, 127, 1.0)]:
+        w = QuantizedWeight(torch.tensor([[code]]).byte(), torch.tensor([[scale]]).byte(), "fp8")
+        assert grouped_linear(one, w, READABLE).item() == expected
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("columns", [64, 65])
+def test_every_bf16_weight(backend: str, columns: int) -> None:
+    w = torch.nn.functional.pad(all_bf16(), (0, -65536 % columns)).view(-1, columns)
+    x = spread(generator(7), 2, columns).bfloat16()
+    assert same_bits(linear_hi(x, w, numerics(backend)), linear_hi(x, w, READABLE))
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_f32_weights_at_the_ends_of_their_range(backend: str) -> None:
+    g = generator(8)
+    bits = torch.randint(-(2**31), 2**31, (70, 200), generator=g).to(torch.int32)
+    bits[0], bits[1], bits[2] = 1, 0x7F7FFFFF, NEG_ZERO_F32
+    x = spread(g, 4, 200, binades=100).bfloat16()
+    w = bits.view(torch.float32)
+    assert same_bits(linear_hi(x, w, numerics(backend)), linear_hi(x, w, READABLE))
+
+
+SHAPES = [
+    (1, 1, 2, "the smallest"),
+    (1, 16, 128, "one tile of rows, one block of columns"),
+    (2, 17, 130, "one more of each"),
+    (4, 33, 96, "four rows of x are taken as two and two"),
+    (5, 31, 640, "more columns than are decoded at a time in other designs"),
+    (7, 200, 1000, "rows and columns that are a multiple of nothing"),
+    (300, 40, 258, "many rows of x"),
+    (385, 24, 64, "one more row of x than the kernel packs at a time"),
+    (513, 24, 64, "one more than the fallback takes at a time"),
+    (3, 300, 2112, "several tasks, a long row"),
+]
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize(("m", "n", "k", "why"), SHAPES)
+def test_shapes(backend: str, m: int, n: int, k: int, why: str) -> None:
+    g = generator(m)
+    x = spread(g, m, k, binades=8).bfloat16()
+    other = numerics(backend, threads=2)
+    for w in (fp4(g, n, k, (110, 140)), fp8(g, n, k, (110, 140))):
+        assert same_bits(q_linear(x, w, other), q_linear(x, w, READABLE)), (w.kind, why)
+    for plain in (spread(g, n, k).bfloat16(), spread(g, n, k).float()):
+        assert same_bits(linear_hi(x, plain, other), linear_hi(x, plain, READABLE)), why
+    x_groups = torch.stack([x, x.flip(0), -x], dim=1)
+    w = fp8(g, 3 * n, k, (110, 140))
+    assert same_bits(grouped_linear(x_groups, w, other), grouped_linear(x_groups, w, READABLE)), why
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[int, int, int, int, int, tuple[int, int], bool, int]:
+    m, n = draw(st.integers(1, 13)), draw(st.integers(1, 150))
+    k = 2 * draw(st.integers(1, 330))
+    low = draw(st.integers(0, 255))
+    scales = (low, draw(st.integers(low + 1, 256)))
+    binades = draw(st.sampled_from([0, 4, 20, 110]))
+    return (
+        draw(st.integers(0, 2**32)),
+        m,
+        n,
+        k,
+        binades,
+        scales,
+        draw(st.booleans()),
+        draw(st.sampled_from([1, 2, 4])),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_any_quantised_product(
+    case: tuple[int, int, int, int, int, tuple[int, int], bool, int],
+) -> None:
+    seed, m, n, k, binades, scales, nan, threads = case
+    g = generator(seed)
+    x = spread(g, m, k, binades=binades).bfloat16()
+    x[torch.rand(m, k, generator=g) < 0.1] = -0.0
+    four, eight = fp4(g, n, k, scales), fp8(g, n, k, scales, nan)
+    groups = x.unsqueeze(1).expand(m, 2, k)
+    wo_a = fp8(g, 2 * n, k, scales, nan)
+    for backend in THERE:
+        other = numerics(backend, threads)
+        assert same_bits(q_linear(x, four, other), q_linear(x, four, READABLE)), backend
+        assert same_bits(q_linear(x, eight, other), q_linear(x, eight, READABLE)), backend
+        expected = grouped_linear(groups, wo_a, READABLE)
+        assert same_bits(grouped_linear(groups, wo_a, other), expected), backend
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_any_product_with_a_weight_as_it_is(
+    case: tuple[int, int, int, int, int, tuple[int, int], bool, int],
+) -> None:
+    seed, m, n, k, binades, _, nan, threads = case
+    g = generator(seed)
+    x, w = spread(g, m, k, binades=binades).bfloat16(), spread(g, n, k, binades=binades)
+    if nan:
+        x[0, 0], w[-1, -1] = math.inf, math.nan
+    for backend in THERE:
+        for weight in (w.bfloat16(), w.float()):
+            found = linear_hi(x, weight, numerics(backend, threads))
+            assert same_bits(found, linear_hi(x, weight, READABLE)), (backend, weight.dtype)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_sums_that_fp32_cannot_hold(backend: str) -> None:
+    """The kernel sums FP4 products in FP32 where that is exact; here it is not."""
+    x = torch.tensor([448.0, 2.0**-9] * 32).bfloat16()  # times 6.0 and 0.5
+    w = QuantizedWeight(
+        torch.full((40, 32), 0x17, dtype=torch.uint8),
+        torch.full((40, 2), 127, dtype=torch.uint8),
+        "fp4",
+    )
+    in_fp32 = torch.tensor(16 * 448.0 * 6) + 2.0**-10
+    assert in_fp32.item() == 16 * 448 * 6
+    rows = torch.stack([x, x.flip(0), torch.ones_like(x), x, x])
+    assert same_bits(q_linear(rows, w, numerics(backend)), q_linear(rows, w, READABLE))
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_minus_zero_never_comes_out(backend: str) -> None:
+    x, w = torch.full((2, 4), -0.0).bfloat16(), torch.ones(3, 4).bfloat16()
+    for weight in (w, w.float()):
+        out = linear_hi(x, weight, numerics(backend))
+        assert out.view(torch.int64).tolist() == [[0] * 3] * 2
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(
+    backend: str, threads: int
+) -> None:
+    g = generator(9)
+    x, w = spread(g, 11, 520, binades=30).bfloat16(), fp4(g, 700, 520, (60, 190))
+    alone = torch.cat([q_linear(row, w, numerics(backend)) for row in x.split(1)])
+    assert same_bits(q_linear(x, w, numerics(backend, threads)), alone)
+    plain = spread(g, 300, 520, binades=30).float()
+    alone = torch.cat([linear_hi(row, plain, numerics(backend)) for row in x.split(1)])
+    assert same_bits(linear_hi(x, plain, numerics(backend, threads)), alone)
+
+
+@pytest.mark.parametrize("backend", ["readable", *FAST])
+def test_leading_dimensions_and_layout_do_not_matter(backend: str) -> None:
+    g, n = generator(10), numerics(backend)
+    x = spread(g, 130, 2, 3).bfloat16().permute(1, 2, 0)
+    w, plain = fp8(g, 20, 130, (120, 130)), spread(g, 130, 20).bfloat16().T
+    assert q_linear(x, w, n).shape == linear_hi(x, plain, n).shape == (2, 3, 20)
+    assert same_bits(q_linear(x[1, 2], w, n), q_linear(x, w, n)[1, 2])
+    assert same_bits(linear_hi(x[1, 2], plain, n), linear_hi(x, plain, n)[1, 2])
+    wo_a = fp8(g, 3 * 5, 130, (120, 130))
+    assert grouped_linear(x, wo_a, n).shape == (2, 3, 5)
+    assert same_bits(grouped_linear(x[1], wo_a, n), grouped_linear(x, wo_a, n)[1])
+
+
+@pytest.mark.parametrize("backend", ["readable", *FAST])
+def test_no_rows_give_no_rows(backend: str) -> None:
+    g, n = generator(11), numerics(backend)
+    none = torch.empty(0, 128).bfloat16()
+    assert q_linear(none, fp4(g, 20, 128, (120, 130)), n).shape == (0, 20)
+    assert linear_hi(none, torch.ones(5, 128), n).shape == (0, 5)
+    assert grouped_linear(none.view(0, 1, 128), fp8(g, 20, 128, (120, 130)), n).shape == (0, 1, 20)
