@@ -124,11 +124,16 @@ class Entry(Run):
 
 
 class Manifest(_Frozen):
-    """All entries of a directory, by case id."""
+    """All entries of a directory, by case id.
+
+    pending: entries of recordings that are just taking the place of those in `cases`; whoever
+    is killed between the two renames leaves a recording that one of the two describes.
+    """
 
     format: int = FORMAT
     semantics: dict[str, str] = Field(default_factory=lambda: dict(SEMANTICS))
     cases: dict[str, Entry] = Field(default_factory=dict)
+    pending: dict[str, Entry] = Field(default_factory=dict)
 
     @classmethod
     def load(cls, directory: Path | str) -> Self:
@@ -149,22 +154,32 @@ class Manifest(_Frozen):
                 f"{path}: {where}: {first['msg']}; {error.error_count()} problems in all"
             ) from None
 
+    def entry_of(self, case_id: str, recording: Path | str) -> Entry | None:
+        """The entry that describes a recording: the pending one if its header is that one's."""
+        pending = self.pending.get(case_id)
+        if pending is not None and read_header(recording).sha256 == pending.header_sha256:
+            return pending
+        return self.cases.get(case_id)
+
     def text(self) -> str:
         """The manifest as JSON for people: one line a field."""
-        cases = [f"{_text(name)}: {_fields(entry, 3)}" for name, entry in self.cases.items()]
-        inner = ",\n  ".join(cases)
-        return (
-            f'{{\n "format": {self.format},\n "semantics": {_fields_of(self.semantics, 2)},\n'
-            f' "cases": {{\n  {inner}\n }}\n}}\n'
-        )
+        parts = [f'"format": {self.format}', f'"semantics": {_fields_of(self.semantics, 2)}']
+        parts.append(f'"cases": {_entries(self.cases)}')
+        if self.pending:
+            parts.append(f'"pending": {_entries(self.pending)}')
+        return "{\n " + ",\n ".join(parts) + "\n}\n"
 
 
 def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _fields(entry: Entry, depth: int) -> str:
-    return _fields_of(entry.model_dump(mode="json"), depth)
+def _entries(entries: Mapping[str, Entry]) -> str:
+    lines = [
+        f"{_text(name)}: {_fields_of(entry.model_dump(mode='json'), 3)}"
+        for name, entry in entries.items()
+    ]
+    return "{\n  " + ",\n  ".join(lines) + "\n }" if lines else "{}"
 
 
 def _fields_of(values: Mapping[str, Any], depth: int) -> str:
@@ -200,8 +215,32 @@ def change(directory: Path | str, edit: Callable[[Manifest], Manifest]) -> Manif
 
 
 def update_entry(directory: Path | str, case_id: str, entry: Entry) -> None:
-    """Put one entry in place of the case's old one, or at the end."""
-    change(directory, lambda old: old.model_copy(update={"cases": {**old.cases, case_id: entry}}))
+    """Put one entry in place of the case's old one, or at the end; nothing is pending then."""
+
+    def edit(old: Manifest) -> Manifest:
+        pending = {name: e for name, e in old.pending.items() if name != case_id}
+        cases = {**old.cases, case_id: entry}
+        return old.model_copy(update={"cases": cases, "pending": pending})
+
+    change(directory, edit)
+
+
+def replace_recording(directory: Path | str, fresh: Path, entry: Entry) -> None:
+    """Let a recording take the place of the case's old one, and its entry that of the old
+    entry.
+
+    Two files cannot be renamed at once: the new entry first stands beside the old one, then the
+    recording is renamed, then the new entry alone stays. Killed at any moment, the recording
+    under the case's name is whole and has an entry.
+    """
+    directory = Path(directory)
+
+    def announce(old: Manifest) -> Manifest:
+        return old.model_copy(update={"pending": {**old.pending, entry.id: entry}})
+
+    change(directory, announce)
+    fresh.replace(directory / entry.file)
+    update_entry(directory, entry.id, entry)
 
 
 def record_verification(
