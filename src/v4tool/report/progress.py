@@ -120,3 +120,23 @@ def bytes_progress(total: int, *, quiet: bool = False) -> Iterator[Callable[[int
     ) as bar:
         task = bar.add_task("", total=total)
         yield lambda done: bar.advance(task, done)
+
+
+@contextmanager
+def count_progress(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr; yields what is to be called with (done, of how many, the one just done)."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TextColumn("{task.fields[detail]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=quiet or not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=1, detail="")
+        yield lambda done, total, detail: bar.update(
+            task, completed=done, total=total, detail=detail
+        )

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from v4tool.names import Keys, base_keys, is_expert, layer_keys, mtp_keys, payload_bytes, steps_of
@@ -20,10 +20,15 @@ WIDE = 200
 """Columns where stdout is no terminal: nothing that a script reads may be cut off."""
 
 
-def show(table: Table) -> None:
-    """Print a table to stdout, never folded where stdout is a file or a pipe."""
-    console = Console()
-    (console if console.is_terminal else Console(width=WIDE)).print(table)
+def console() -> Console:
+    """stdout, never folded where it is a file or a pipe."""
+    found = Console()
+    return found if found.is_terminal else Console(width=WIDE)
+
+
+def show(thing: RenderableType) -> None:
+    """Print a table or a tree to stdout."""
+    console().print(thing)
 
 
 def plain_table(*columns: str, right: Sequence[str] = ()) -> Table:

@@ -1,0 +1,61 @@
+"""The command line, a table of contents: settle a profile, call one function, show its result.
+
+Exit status: 0 success, 1 a failed check or a mismatch, 2 an input that cannot be used (one line on
+stderr). stdout carries results alone; progress and remarks go to stderr. Everything heavy is
+imported inside the commands, so that `--help` answers at once.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from v4tool.cli.dump import dump, synth
+from v4tool.cli.judge import check, verify
+from v4tool.cli.listing import listing
+from v4tool.cli.options import say
+from v4tool.errors import V4ToolError
+
+app = typer.Typer(
+    help="Bit-exact reference activations for DeepSeek-V4-Flash: record, check and verify.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+for command in (dump, check, verify, synth):
+    app.command()(command)
+app.add_typer(listing, name="list")
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="With --version: torch, product in use.")
+    ] = False,
+) -> None:
+    """Record, check and verify reference activations for DeepSeek-V4-Flash on a CPU."""
+    if version:
+        from v4tool.report.version import version_lines
+
+        print("\n".join(version_lines(verbose)))
+        raise typer.Exit
+
+
+def main(run: Callable[[], None] = app) -> None:
+    """Run the command line; a user's mistake becomes one line on stderr and exit status 2."""
+    try:
+        run()
+    except V4ToolError as error:
+        say(f"v4tool: {error}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        say("v4tool: interrupted")
+        sys.exit(130)
+    except BrokenPipeError:
+        # the reader of stdout has gone, as `head` does; there is nobody left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)

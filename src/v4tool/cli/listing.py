@@ -1,0 +1,195 @@
+"""`v4tool list`: keys, cases, profiles, layers, tensors, nodes."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from v4tool.cli.options import (
+    CkptOption,
+    JsonOption,
+    ProfileOption,
+    SeedOption,
+    ThreadsOption,
+    model_config,
+    print_json,
+    say,
+    settle,
+)
+from v4tool.errors import InputError
+
+listing = typer.Typer(
+    help="Show keys, cases, profiles, layers, tensors or nodes.", no_args_is_help=True
+)
+
+
+@listing.command("keys")
+def list_keys(
+    case: Annotated[str, typer.Option("--case", help="A case of the profile.")] = "baseline6",
+    length: Annotated[
+        int | None, typer.Option("--length", help="A prompt of so many tokens, not a case.")
+    ] = None,
+    decode: Annotated[int | None, typer.Option("--decode", help="Decode steps.")] = None,
+    layer: Annotated[int | None, typer.Option("--layer", help="One main layer.")] = None,
+    glob: Annotated[str | None, typer.Option("--glob", help="Keys that match.")] = None,
+    profile: ProfileOption = None,
+    ckpt: CkptOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What a dump will hold: name, dtype, shape, from the configuration and the length alone."""
+    from v4tool import names
+    from v4tool.report import tables
+
+    settled = settle(profile, ckpt=ckpt)
+    config = model_config(settled)
+    chosen = settled.case(case)
+    tokens = len(chosen.input_ids) if length is None else length
+    if tokens < 1:
+        raise InputError(f"--length: expected at least 1 token, found {tokens}")
+    steps = (chosen.decode if length is None else 0) if decode is None else decode
+    every = names.recording_keys(config, tokens, steps, mtp=config.mtp_supported)
+    keys = {
+        key: spec
+        for key, spec in every.items()
+        if (layer is None or names.layer_of(key) == layer)
+        and (glob is None or names.matches(key, [glob], config.n_routed_experts))
+    }
+    if not keys:
+        raise InputError("list keys: no key matches --layer and --glob")
+    if as_json:
+        print_json(
+            [
+                {"key": k, "dtype": s.dtype, "shape": s.shape, "kind": s.kind}
+                for k, s in keys.items()
+            ]
+        )
+        return
+    tables.show(tables.keys_table(keys))
+    say(tables.keys_line(config, keys, tokens))
+
+
+@listing.command("cases")
+def list_cases(profile: ProfileOption = None, as_json: JsonOption = False) -> None:
+    """The cases of a profile."""
+    from v4tool.report import tables
+
+    settled = settle(profile)
+    if as_json:
+        print_json([case.model_dump(mode="json") for case in settled.cases])
+    else:
+        tables.show(tables.cases_table(settled))
+
+
+@listing.command("profiles")
+def list_profiles(
+    profile: ProfileOption = None,
+    ckpt: CkptOption = None,
+    threads: ThreadsOption = None,
+    seed: SeedOption = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Every setting and where it came from.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """The shipped profiles; with -v every setting and where its value came from."""
+    from v4tool import profiles
+    from v4tool.report import tables
+
+    options = {"ckpt": ckpt, "threads": threads, "seed": seed}
+    chosen = [profile] if profile else profiles.available()
+    settled = [profiles.load(name, options=options, environ=os.environ) for name in chosen]
+    if as_json:
+        print_json([
+            {"name": p.name, "summary": p.summary,
+             "settings": [dict(zip(("key", "value", "from"), row, strict=True))
+                          for row in p.settings()]}
+            for p in settled
+        ])  # fmt: skip
+    elif verbose:
+        for one in settled:
+            tables.show(tables.settings_table(one))
+    else:
+        tables.show(tables.profiles_table(settled))
+
+
+@listing.command("layers")
+def list_layers(profile: ProfileOption = None, ckpt: CkptOption = None) -> None:
+    """Every layer with its attention, routing and number of base keys."""
+    from v4tool.report import tables
+
+    tables.show(tables.layers_table(model_config(settle(profile, ckpt=ckpt))))
+
+
+@listing.command("tensors")
+def list_tensors(
+    profile: ProfileOption = None,
+    ckpt: CkptOption = None,
+    layer: Annotated[int | None, typer.Option("--layer", help="One main layer.")] = None,
+    glob: Annotated[str | None, typer.Option("--glob", help="Names that match.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The checkpoint's layout; with --ckpt what is missing or different there (exit 1 if any)."""
+    from fnmatch import fnmatchcase
+
+    from v4tool.checkpoint.inspection import inspect
+    from v4tool.checkpoint.layout import layout
+    from v4tool.report import tables
+
+    settled = settle(profile, ckpt=ckpt)
+    config = model_config(settled)
+
+    def wanted(name: str) -> bool:
+        in_layer = layer is None or name.startswith(config.block_path(layer) + ".")
+        return in_layer and (glob is None or fnmatchcase(name, glob))
+
+    if settled.ckpt is None:
+        specs = {name: spec for name, spec in layout(config).items() if wanted(name)}
+        if as_json:
+            print_json([
+                {"name": n, "dtype": s.dtype, "shape": s.shape, "shard": s.shard}
+                for n, s in specs.items()
+            ])  # fmt: skip
+        else:
+            tables.show(tables.tensors_table(specs))
+        return
+    rows = [row for row in inspect(settled.ckpt, config) if wanted(row.name)]
+    if as_json:
+        print_json([{"name": r.name, "status": r.status, "found": str(r.found)} for r in rows])
+    else:
+        tables.show(tables.status_table(rows))
+    if any(row.status != "ok" for row in rows):
+        raise typer.Exit(1)
+
+
+@listing.command("nodes")
+def list_nodes(
+    case: Annotated[str, typer.Option("--case", help="A case of the profile.")] = "baseline6",
+    vt: Annotated[
+        Path | None, typer.Option("--vt", help="Your own description (it is only read here).")
+    ] = None,
+    profile: ProfileOption = None,
+    ckpt: CkptOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The nodes of the second description, the keys that each judges; exit 1 if a key has none."""
+    from dataclasses import asdict
+
+    from v4tool.checkpoint.layout import layout
+    from v4tool.names import recording_keys
+    from v4tool.report import tables
+    from v4tool.report.verify import nodes_table
+    from v4tool.verify.listing import list_nodes as nodes_of
+
+    settled = settle(profile, ckpt=ckpt)
+    config = model_config(settled)
+    chosen = settled.case(case)
+    keys = recording_keys(config, len(chosen.input_ids), chosen.decode, mtp=config.mtp_supported)
+    nodes, left = nodes_of(vt, keys, layout(config))
+    if as_json:
+        print_json({"nodes": [asdict(node) for node in nodes], "uncovered": left})
+    else:
+        tables.show(nodes_table(nodes))
+        say(f"{len(nodes)} nodes, {len(keys)} keys, {len(left)} that no node judges")
+    if left:
+        raise typer.Exit(1)

@@ -1,0 +1,146 @@
+"""The options that several commands share, and what they mean: profile, checkpoint, cases.
+
+Heavy imports stay inside the functions, so that `--help` answers at once.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from v4tool.errors import InputError
+
+if TYPE_CHECKING:
+    from v4tool.checkpoint.shards import Checkpoint
+    from v4tool.config import ModelConfig
+    from v4tool.dump import Selection
+    from v4tool.profiles import Case, Profile
+
+ProfileOption = Annotated[
+    str | None, typer.Option("--profile", help="A shipped profile (nano, flash) or a TOML file.")
+]
+CkptOption = Annotated[
+    Path | None, typer.Option("--ckpt", help="Directory of the checkpoint to use.")
+]
+ThreadsOption = Annotated[str | None, typer.Option("--threads", help="Worker threads, or auto.")]
+SeedOption = Annotated[
+    int | None, typer.Option("--seed", help="Seed of the weights that `nano` makes.")
+]
+AccumulateOption = Annotated[
+    str | None, typer.Option("--accumulate", help="float64 (the reference) or float32.")
+]
+BackendOption = Annotated[
+    str | None, typer.Option("--backend", help="Matrix product: auto, c, numpy or readable.")
+]
+CaseOption = Annotated[list[str] | None, typer.Option("--case", help="A case of the profile.")]
+AllOption = Annotated[bool, typer.Option("--all", help="All cases of the profile.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+
+
+def settle(profile: str | None, **options: object) -> "Profile":
+    """The profile with options and environment taken in."""
+    from v4tool import profiles
+
+    return profiles.load(profile, options=options, environ=os.environ)
+
+
+def say(line: str) -> None:
+    """A remark on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on stdout."""
+    print(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def checkpoint_directory(profile: "Profile", *, quiet: bool = False) -> Path:
+    """The profile's checkpoint; a random one is made on first use."""
+    from v4tool.checkpoint.synth import SYNTH_VERSION, synth
+    from v4tool.config import ModelConfig
+    from v4tool.profiles import SynthRequest, locate_checkpoint
+
+    found = locate_checkpoint(profile)
+    if not isinstance(found, SynthRequest):
+        return found
+    directory = found.directory(SYNTH_VERSION)
+    if not directory.exists():
+        if not quiet:
+            say(f"making the checkpoint of profile {profile.name} in {directory}")
+        report = synth(directory, ModelConfig.from_file(found.config), seed=found.seed)
+        if not quiet:
+            say(f"{report.totals.tensors} tensors in {report.seconds:.1f} s")
+    return directory
+
+
+def open_checkpoint(profile: "Profile", *, mtp: bool = True, quiet: bool = False) -> "Checkpoint":
+    """The profile's checkpoint, opened; its remarks go to stderr."""
+    from v4tool.checkpoint.shards import Checkpoint
+
+    checkpoint = Checkpoint.open(checkpoint_directory(profile, quiet=quiet), mtp=mtp)
+    for note in checkpoint.notes if not quiet else ():
+        say(f"note: {note}")
+    return checkpoint
+
+
+def model_config(profile: "Profile") -> "ModelConfig":
+    """The model's configuration, which needs no weights."""
+    from v4tool.config import ModelConfig
+
+    return ModelConfig.from_file(profile.config)
+
+
+def chosen_cases(profile: "Profile", ids: list[str] | None, every: bool) -> list["Case"]:
+    """The cases that --case or --all name; InputError where neither or both are given."""
+    if every and ids:
+        raise InputError("--case and --all: expected one of them, found both")
+    if every:
+        return [case for case in profile.cases if case.expect is None]
+    if not ids:
+        raise InputError("no case: name one with --case ID, or --all (`v4tool list cases`)")
+    return [profile.case(case_id) for case_id in dict.fromkeys(ids)]
+
+
+def custom_case(
+    profile: "Profile", text: str | None, input_ids: str | None, vocab_size: int
+) -> "Case":
+    """The case that --text or --input-ids describe."""
+    from v4tool import profiles
+
+    if text is not None and input_ids is not None:
+        raise InputError("--text and --input-ids: expected one of them, found both")
+    if text is not None:
+        ids = tuple(profiles.encode(text, profile.ckpt))
+    else:
+        ids = profiles.parse_ids(input_ids or "", vocab_size)
+    return profiles.Case(id="custom", subject="from the command line", text=text, input_ids=ids)
+
+
+def with_decode(case: "Case", steps: int | None, ids: tuple[int, ...]) -> "Case":
+    """The case with other decode steps, where some are asked for."""
+    if steps is None and not ids:
+        return case
+    if steps is not None and steps < 0:
+        raise InputError(f"--decode: expected 0 or more steps, found {steps}")
+    if steps is not None and len(ids) > steps:
+        raise InputError(f"--decode {steps}: expected at most {steps} ids, found {len(ids)}")
+    return case.model_copy(update={"decode": len(ids) if steps is None else steps,
+                                   "decode_ids": ids})  # fmt: skip
+
+
+def selection_of(only: list[str] | None, layers: str | None, mtp: bool) -> "Selection":
+    """What --only, --layers and --no-mtp leave to record."""
+    from v4tool.dump import Selection
+    from v4tool.names import parse_layers
+
+    try:
+        numbers = frozenset(parse_layers(layers)) if layers is not None else None
+    except ValueError:
+        raise InputError(
+            f"--layers: expected numbers and ranges such as 0,2-5, found {layers!r}"
+        ) from None
+    return Selection(tuple(only) if only else None, numbers, mtp)
