@@ -11,6 +11,7 @@ from v4tool.cli.options import (
     BackendOption,
     CaseOption,
     CkptOption,
+    FromOption,
     JsonOption,
     ProfileOption,
     QuietOption,
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 
 DumpOption = Annotated[
     list[Path] | None, typer.Option("--dump", help="A recording's file, instead of a case.")
-]
-FromOption = Annotated[
-    Path | None, typer.Option("--from", help="Directory of the recordings, if not the profile's.")
 ]
 PartialOption = Annotated[
     bool, typer.Option("--partial", help="Keys may be missing: judge what is there.")

@@ -8,6 +8,7 @@ import typer
 
 from v4tool.cli.options import (
     CkptOption,
+    FromOption,
     JsonOption,
     ProfileOption,
     SeedOption,
@@ -70,15 +71,31 @@ def list_keys(
 
 
 @listing.command("cases")
-def list_cases(profile: ProfileOption = None, as_json: JsonOption = False) -> None:
-    """The cases of a profile."""
+def list_cases(
+    profile: ProfileOption = None, directory: FromOption = None, as_json: JsonOption = False
+) -> None:
+    """The cases of a profile, and what the manifest says of the recordings there are."""
+    from v4tool.record.manifest import Manifest
+    from v4tool.report import manifest as report
     from v4tool.report import tables
 
     settled = settle(profile)
+    manifest = Manifest.load(directory or settled.out_dir)
     if as_json:
-        print_json([case.model_dump(mode="json") for case in settled.cases])
-    else:
-        tables.show(tables.cases_table(settled))
+        entries = manifest.model_dump(mode="json")["cases"]
+        print_json(
+            [
+                {**case.model_dump(mode="json"), "recording": entries.get(case.id)}
+                for case in settled.cases
+            ]
+        )
+        return
+    tables.show(tables.cases_table(settled))
+    if manifest.cases:
+        print()
+        tables.show(report.recordings_table(manifest))
+        print()
+        tables.show(report.coverage_table(manifest))
 
 
 @listing.command("profiles")

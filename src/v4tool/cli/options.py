@@ -37,6 +37,9 @@ BackendOption = Annotated[
 ]
 CaseOption = Annotated[list[str] | None, typer.Option("--case", help="A case of the profile.")]
 AllOption = Annotated[bool, typer.Option("--all", help="All cases of the profile.")]
+FromOption = Annotated[
+    Path | None, typer.Option("--from", help="Directory of the recordings, if not the profile's.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 

@@ -1,5 +1,4 @@
-"""What verifying found, for people and for machines: tables and a tree in the terminal, JSON, JUnit
-XML.
+"""What verifying found: tables and a tree for the terminal, JSON and JUnit XML for machines.
 
 The HTML page is in `verify_html`. `write_report` chooses by the file's suffix.
 """
