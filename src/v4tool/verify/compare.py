@@ -1,5 +1,4 @@
-"""Two tensors, one verdict: what a node computed against what the recording holds (SPEC sections 4
-and 8).
+"""Two tensors, one verdict: the computed one against the recorded one (SPEC sections 4 and 8).
 
 A BF16 value or an integer of an exact recording (accumulated in binary64) has no freedom: any
 machine gets the same bits, so other bits are wrong even where a tolerance would let them pass. A

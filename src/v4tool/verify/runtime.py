@@ -239,7 +239,14 @@ class Runtime:
         keys: list[str | None],
     ) -> Any:
         started = time.perf_counter()
-        with self._bound(frame) as weights:
+        try:
+            weights = self._load_weights(frame)
+        except KeyError as missing:
+            reason = f"weight {missing.args[0]} is not in the checkpoint"
+            if self.scope.known is not None:
+                raise self.description.error(frame.spec, reason) from None
+            return self._give_up(frame, keys, "error", reason)
+        with self._bound(weights):
             try:
                 result = function(*args, **kwargs)
             except (V4ToolError, StopPass):
@@ -264,23 +271,19 @@ class Runtime:
         self._finish(frame, tuple(comparisons), tuple(judges), started, keys, handed)
         return tuple(handed) if isinstance(result, tuple) else handed[0]
 
+    def _load_weights(self, frame: Frame) -> dict[str, Tensor]:
+        """The node's weights by their local names; KeyError for one that is not there."""
+        keys = frame.spec.weights.items()
+        return {name: self.weights(key.format(**frame.templates)) for name, key in keys}
+
     @contextmanager
-    def _bound(self, frame: Frame) -> Iterator[dict[str, Tensor]]:
-        """The node's weights as globals of the file; a weight that an outer node uses comes back
-        after."""
-        spec, missing = frame.spec, object()
-        weights, before = {}, {}
-        for name, key in spec.weights.items():
-            full = key.format(**frame.templates)
-            try:
-                weights[name] = self.weights(full)
-            except KeyError:
-                problem = f"weight {full} is not in the checkpoint"
-                raise self.description.error(spec, problem) from None
-            before[name] = self.namespace.get(name, missing)
+    def _bound(self, weights: dict[str, Tensor]) -> Iterator[None]:
+        """Weights as globals of the file; what an outer node bound there comes back after."""
+        missing = object()
+        before = {name: self.namespace.get(name, missing) for name in weights}
         self.namespace.update(weights)
         try:
-            yield weights
+            yield
         finally:
             for name, value in before.items():
                 if value is missing:

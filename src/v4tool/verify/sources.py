@@ -1,5 +1,4 @@
-"""Where a `.vt` file's tensors come from: weights as safetensors would give them, recorded values
-as they are."""
+"""Where a `.vt` file's tensors come from: weights as safetensors gives them, recorded values."""
 
 import re
 from collections.abc import Iterable

@@ -1,5 +1,4 @@
-"""Who is to blame: the first node in order of execution whose inputs were good and whose output is
-not.
+"""Who is to blame: the first node executed whose inputs were good and whose output is not.
 
 Isolated runs hand on recorded values, so a node with a wrong key had good inputs and is wrong by
 itself, unless one of its inputs has no key of its own (the streams behind an attention's hc_post,
@@ -43,8 +42,8 @@ def worst_of(several: Iterable[Errors]) -> Errors:
 def agree(a: Errors, b: Errors) -> bool:
     """Whether two users are wrong at the same token, as far as their tokens can be matched.
 
-    Gross errors must begin at the first token: whatever has no key treats all tokens alike, whereas a
-    rotation, whose users may both be wrong behind it, leaves position 0 as it is.
+    Gross errors must begin at the first token: whatever has no key treats all tokens alike,
+    whereas a rotation, whose users may both be wrong behind it, leaves position 0 as it is.
     """
     if len(a) != len(b):
         return bool(a and b)
