@@ -1,0 +1,60 @@
+"""From a few measured blocks to the whole model: every layer counted with the time of one of its
+kind.
+"""
+
+from statistics import median
+from typing import Any
+
+from v4tool.config import ModelConfig
+
+Row = dict[str, Any]
+
+
+def select(rows: list[Row], engine: str, tokens: int) -> dict[int, list[Row]]:
+    """The measurements of one engine and length, by layer."""
+    out: dict[int, list[Row]] = {}
+    for row in rows:
+        if row["engine"] == engine and row["tokens"] == tokens:
+            out.setdefault(row["layer"], []).append(row)
+    return out
+
+
+def middle(rows: list[Row], key: str) -> float:
+    """The median of a measured figure; lists of several passes are taken together."""
+    values = [v for row in rows for v in (row[key] if isinstance(row[key], list) else [row[key]])]
+    return float(median(values))
+
+
+def counts(full: ModelConfig, config: ModelConfig) -> dict[int, int]:
+    """How often each measured block (of `config`) stands in the model `full`; MTP and heads once,
+    twice.
+    """
+    out = {
+        layer: sum(full.ratio(i) == config.ratio(layer) for i in range(full.n_layers))
+        for layer in range(config.n_layers)
+    }
+    return out | {config.n_layers: 1, config.n_layers + 1: 2}
+
+
+def whole(
+    full: ModelConfig, config: ModelConfig, rows: list[Row], engine: str, tokens: int
+) -> Row | None:
+    """The whole forward of an engine: seconds, bytes, operations; None where a block was not
+    measured.
+
+    What an engine does not compute (the peer has neither MTP's input nor the heads) is left out
+    of its time.
+    """
+    found = select(rows, engine, tokens)
+    needed = counts(full, config)
+    if any(layer not in found for layer in range(config.n_layers)):
+        return None
+    parts = {layer: n for layer, n in needed.items() if layer in found}
+    return {
+        "engine": engine,
+        "tokens": tokens,
+        "seconds": sum(n * middle(found[i], "seconds") for i, n in parts.items()),
+        "bytes": sum(n * middle(found[i], "bytes_used") for i, n in parts.items()),
+        "operations": sum(n * middle(found[i], "operations") for i, n in parts.items()),
+        "complete": len(parts) == len(needed),
+    }
