@@ -1,10 +1,11 @@
-"""The compressor, which pools blocks of tokens into one key/value row, and the indexer, which chooses blocks.
+"""The compressor, which pools blocks of tokens into one key/value row, and the indexer, which
+chooses blocks.
 
-SPEC section 5, Compressor and Indexer. T tokens of the batch, s of a segment, t blocks, r tokens per block,
-d the pooled width, c = 2 where blocks overlap, IH heads and ID dims of the indexer.
+SPEC section 5, Compressor and Indexer. T tokens of the batch, s of a segment, t blocks, r tokens
+per block, d the pooled width, c = 2 where blocks overlap, IH heads and ID dims of the indexer.
 
-One rule serves prefill and decode: append the new rows to those remembered, pool every block that is complete
-now, forget what no later block needs.
+One rule serves prefill and decode: append the new rows to those remembered, pool every block that
+is complete now, forget what no later block needs.
 """
 
 import math
@@ -38,7 +39,8 @@ QUERIES_AT_ONCE = 64
 
 
 class Rotary:
-    """A layer's rotation, and the running number of `rope.rot.<i>`: what does not happen is not counted.
+    """A layer's rotation, and the running number of `rope.rot.<i>`: what does not happen is not
+    counted.
 
     scope is the attention's, where rotations are recorded.
     """
@@ -81,10 +83,12 @@ def forget(state: CompressorState, kv: Tensor, gate: Tensor, step: Step, ratio: 
 
 
 def block_rows(x: Tensor, first_block: int, blocks: int, ratio: int, before: float) -> Tensor:
-    """The rows pooled into each block: acc [rows, c*d] from position 0 of its first row -> [t, c*r, d].
+    """The rows pooled into each block: acc [rows, c*d] from position 0 of its first row -> [t,
+    c*r, d].
 
-    x starts at the block before `first_block` if there is one. Where blocks overlap (c = 2) a block sees the
-    previous block's rows in the FIRST d columns and its own in the LAST d; before block 0 stands `before`.
+    x starts at the block before `first_block` if there is one. Where blocks overlap (c = 2) a
+    block sees the previous block's rows in the FIRST d columns and its own in the LAST d; before
+    block 0 stands `before`.
     """
     if compressor_groups(ratio) == 1:
         own: Tensor = x[: blocks * ratio].unflatten(0, (blocks, ratio))
@@ -97,7 +101,9 @@ def block_rows(x: Tensor, first_block: int, blocks: int, ratio: int, before: flo
 
 
 def pool(kv: Tensor, gate: Tensor) -> Tensor:
-    """Softmax-weighted sum over a block's rows, per column: acc [t, rows, d] twice -> acc [t, d]."""
+    """Softmax-weighted sum over a block's rows, per column: acc [t, rows, d] twice -> acc [t,
+    d].
+    """
     e = torch.exp(gate - gate.amax(1, keepdim=True)).transpose(1, 2)
     weights = e / ordered_sum(e).unsqueeze(-1)
     return ordered_sum(kv.transpose(1, 2) * weights)
@@ -106,7 +112,9 @@ def pool(kv: Tensor, gate: Tensor) -> Tensor:
 def completed_blocks(
     state: CompressorState, step: Step, kv: Tensor, gate: Tensor, ratio: int
 ) -> Tensor | None:
-    """Take one segment's rows, acc [s, c*d] each, and pool what they complete: BF16 [t, d] or None."""
+    """Take one segment's rows, acc [s, c*d] each, and pool what they complete: BF16 [t, d] or
+    None.
+    """
     kv, gate = remember(state, kv, gate)
     blocks, first = complete_blocks(step, ratio), step.start // ratio
     pooled = None
@@ -119,7 +127,9 @@ def completed_blocks(
 
 
 def block_positions(step: Step, ratio: int) -> Tensor:
-    """I64 [t]: the position that each block completed in this pass is rotated at, its first token's."""
+    """I64 [t]: the position that each block completed in this pass is rotated at, its first
+    token's.
+    """
     return torch.arange(step.start // ratio, step.end // ratio) * ratio
 
 
@@ -131,10 +141,11 @@ def compressor(
     quantize: Callable[[Tensor], Tensor],
     rotary: Rotary,
 ) -> list[Tensor]:
-    """Every segment's compressed rows, those of earlier passes and those completed now: BF16 [blocks, d].
+    """Every segment's compressed rows, those of earlier passes and those completed now: BF16
+    [blocks, d].
 
-    x BF16 [T, D]; states: one per segment; quantize: BF16 [t, d] -> the same, what the rows go through after
-    the rotation (FP8 outside the rotated dims, or Hadamard and FP4).
+    x BF16 [T, D]; states: one per segment; quantize: BF16 [t, d] -> the same, what the rows go
+    through after the rotation (FP8 outside the rotated dims, or Hadamard and FP4).
     """
     kv = scope.tap("wkv.out", scope.linear_hi("wkv", x_TD))
     gate = scope.tap("wgate.out", scope.linear_hi("wgate", x_TD))
@@ -155,20 +166,25 @@ def compressor(
 
 
 def quantize_kv(x: Tensor, config: ModelConfig) -> Tensor:
-    """FP8 in place, in blocks of 64, on all dims but the rotated ones: BF16 [n, C] -> the same (SPEC 5)."""
+    """FP8 in place, in blocks of 64, on all dims but the rotated ones: BF16 [n, C] -> the same
+    (SPEC 5).
+    """
     plain = x.shape[-1] - config.rope_head_dim
     return torch.cat([act_quant_inplace(x[..., :plain], KV_BLOCK), x[..., plain:]], dim=-1)
 
 
 def hadamard_fp4(x: Tensor, acc: torch.dtype, *, threads: int = 1) -> Tensor:
-    """The Hadamard rotation, then FP4 in place in blocks of 32: BF16 [..., ID] -> the same (SPEC 5)."""
+    """The Hadamard rotation, then FP4 in place in blocks of 32: BF16 [..., ID] -> the same (SPEC
+    5).
+    """
     return by_tokens(lambda p: fp4_act_quant(hadamard(p, acc), FP4_GROUP), x, threads=threads)
 
 
 def index_scores(q_sHd: Tensor, k_td: Tensor, weights_sH: Tensor, acc: torch.dtype) -> Tensor:
     """How much each query wants each block: BF16 [s, t] (SPEC 5, Indexer).
 
-    q BF16 [s, IH, ID], k BF16 [t, ID], weights BF16 [s, IH]. The products of FP4 values are exact in acc.
+    q BF16 [s, IH, ID], k BF16 [t, ID], weights BF16 [s, IH]. The products of FP4 values are exact
+    in acc.
     """
     scores = to_bf16(q_sHd.to(acc) @ k_td.to(acc).T)
     weighted = to_bf16(scores.relu().to(acc) * weights_sH.to(acc).unsqueeze(-1))
@@ -176,10 +192,11 @@ def index_scores(q_sHd: Tensor, k_td: Tensor, weights_sH: Tensor, acc: torch.dty
 
 
 def choose_blocks(scores_st: Tensor, allowed_s: Tensor, k: int, offset: int) -> Tensor:
-    """The k best blocks of every query, ties to the lowest: I64 [s, k], -1 where a choice is not allowed.
+    """The k best blocks of every query, ties to the lowest: I64 [s, k], -1 where a choice is not
+    allowed.
 
-    scores BF16 [s, t]; allowed I64 [s]: how many blocks are complete for the query; offset: the index of
-    block 0 in the table of keys.
+    scores BF16 [s, t]; allowed I64 [s]: how many blocks are complete for the query; offset: the
+    index of block 0 in the table of keys.
     """
     forbidden = torch.arange(scores_st.shape[1]) >= allowed_s.unsqueeze(1)
     ranked = scores_st.masked_fill(forbidden, -math.inf).sort(dim=1, descending=True, stable=True)
@@ -188,7 +205,8 @@ def choose_blocks(scores_st: Tensor, allowed_s: Tensor, k: int, offset: int) -> 
 
 
 def indexer(scope: Scope, x_TD: Tensor, qr_TQ: Tensor, layer: int, rotary: Rotary) -> list[Tensor]:
-    """Every segment's chosen blocks as rows of its table of keys: I64 [s, k], -1 for none (SPEC 5, Indexer).
+    """Every segment's chosen blocks as rows of its table of keys: I64 [s, k], -1 for none (SPEC
+    5, Indexer).
 
     x BF16 [T, D]; qr BF16 [T, q_lora_rank], the normed low-rank queries.
     """

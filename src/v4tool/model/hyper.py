@@ -1,6 +1,7 @@
 """Hyper-connections: M residual streams, mixed before and after every sub-layer (SPEC section 5).
 
-T tokens, M streams, D dim. The coefficients stay in acc; they are rounded to FP32 only in the recording.
+T tokens, M streams, D dim. The coefficients stay in acc; they are rounded to FP32 only in the
+recording.
 """
 
 import torch
@@ -13,7 +14,9 @@ from v4tool.quant.linear import linear_hi
 
 
 def hc_mixes(scope: Scope, name: str, x_TMD: Tensor) -> Tensor:
-    """The streams' projection over their common RMS: BF16 [T, M, D] -> acc [T, mixes] (SPEC 5, HC pre)."""
+    """The streams' projection over their common RMS: BF16 [T, M, D] -> acc [T, mixes] (SPEC 5, HC
+    pre).
+    """
     fn = scope.weight(f"{name}_fn")
     flat = x_TMD.flatten(1)
     mixes = linear_hi(flat, fn, scope.numerics)
@@ -27,7 +30,9 @@ def _inverse_rms(flat: Tensor, scope: Scope) -> Tensor:
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """Make acc [T, M, M] nearly doubly stochastic: softmax over rows, then columns and rows in turn."""
+    """Make acc [T, M, M] nearly doubly stochastic: softmax over rows, then columns and rows in
+    turn.
+    """
     e = torch.exp(logits - logits.amax(-1, keepdim=True))
     comb = e / ordered_sum(e).unsqueeze(-1) + eps
     comb = comb / (_column_sums(comb) + eps)
@@ -42,7 +47,9 @@ def _column_sums(comb: Tensor) -> Tensor:
 
 
 def hc_split(scope: Scope, name: str, mixes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Coefficients from mixes acc [T, (2+M)M]: pre [T, M], post [T, M], comb [T, M, M] (SPEC 5, HC pre)."""
+    """Coefficients from mixes acc [T, (2+M)M]: pre [T, M], post [T, M], comb [T, M, M] (SPEC 5,
+    HC pre).
+    """
     config, m = scope.config, scope.config.hc_mult
     base, scale = scope.weight(f"{name}_base").to(scope.acc), scope.weight(f"{name}_scale")
     of_pre, of_post, of_comb = mixes.split([m, m, m * m], dim=-1)
@@ -64,7 +71,9 @@ def weighted_streams(pre_TM: Tensor, x_TMD: Tensor, *, threads: int = 1) -> Tens
 
 
 def hc_pre(scope: Scope, name: str, x_TMD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One stream for the sub-layer, and how its result goes back: y BF16 [T, D], post, comb (acc)."""
+    """One stream for the sub-layer, and how its result goes back: y BF16 [T, D], post, comb
+    (acc).
+    """
     pre, post, comb = hc_split(scope, name, hc_mixes(scope, name, x_TMD))
     scope.tap(f"{name}.pre", pre)
     scope.tap(f"{name}.post", post)
@@ -75,7 +84,9 @@ def hc_pre(scope: Scope, name: str, x_TMD: Tensor) -> tuple[Tensor, Tensor, Tens
 def hc_post(
     y_TD: Tensor, residual_TMD: Tensor, post_TM: Tensor, comb_TMM: Tensor, *, threads: int = 1
 ) -> Tensor:
-    """out_j = BF16(post_j y + sum_i comb_ij residual_i): the sum runs over comb's FIRST index (SPEC 5)."""
+    """out_j = BF16(post_j y + sum_i comb_ij residual_i): the sum runs over comb's FIRST index
+    (SPEC 5).
+    """
 
     def mixed(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         wide = residual.to(post.dtype)

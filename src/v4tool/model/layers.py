@@ -1,8 +1,9 @@
 """Sums in a fixed order, RMS norm and rotary embedding (SPEC sections 4 and 5).
 
-Every function works on a flat batch of tokens: [T, ...]. Values between two rounding places are in the
-accumulation dtype `acc`; `to_bf16` is the only way back. Sums are taken by halves with element-wise additions,
-so that their order is fixed here and not by a vector width or a thread count.
+Every function works on a flat batch of tokens: [T, ...]. Values between two rounding places are
+in the accumulation dtype `acc`; `to_bf16` is the only way back. Sums are taken by halves with
+element-wise additions, so that their order is fixed here and not by a vector width or a thread
+count.
 """
 
 import math
@@ -16,8 +17,10 @@ from v4tool.quant._workers import spread
 from v4tool.quant.activation import to_bf16
 
 ELEMENTS_AT_ONCE = 1 << 17
-"""Elements that an element-wise step widens to `acc` at a time. So few stay in the processor's cache through all
-of the step; fresh memory for a whole batch costs twenty times as much as the arithmetic."""
+"""Elements that an element-wise step widens to `acc` at a time. So few stay in the processor's
+cache through all of the step; fresh memory for a whole batch costs twenty times as much as the
+arithmetic.
+"""
 
 
 def ordered_sum(x: Tensor) -> Tensor:
@@ -30,7 +33,8 @@ def ordered_sum(x: Tensor) -> Tensor:
 
 
 def by_tokens(function: Callable[..., Tensor], *xs: Tensor, threads: int = 1) -> Tensor:
-    """Apply a per-token function to pieces of about `ELEMENTS_AT_ONCE` elements: [T, ...] each -> [T, ...].
+    """Apply a per-token function to pieces of about `ELEMENTS_AT_ONCE` elements: [T, ...] each ->
+    [T, ...].
 
     The pieces depend on the shapes alone and are shared out among the threads.
     """
@@ -53,14 +57,16 @@ def by_tokens(function: Callable[..., Tensor], *xs: Tensor, threads: int = 1) ->
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)), element by element.
 
-    torch's own takes another exponential for the last few elements of a tensor, so its bits depend on where
-    in a batch a value stands.
+    torch's own takes another exponential for the last few elements of a tensor, so its bits
+    depend on where in a batch a value stands.
     """
     return 1.0 / (1.0 + torch.exp(-x))
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)), x itself above 20, as torch defines it; written out for the same reason as `sigmoid`."""
+    """log(1 + exp(x)), x itself above 20, as torch defines it; written out for the same reason as
+    `sigmoid`.
+    """
     return torch.where(x > 20.0, x, torch.log1p(torch.exp(x)))
 
 
@@ -77,7 +83,8 @@ def rms(x: Tensor, weight: Tensor, eps: float, acc: torch.dtype, *, threads: int
 
 
 def unit_rms(x: Tensor, eps: float, acc: torch.dtype, *, threads: int = 1) -> Tensor:
-    """The weightless norm of every query head, rounded to BF16 at each step (SPEC 5, attention step 1).
+    """The weightless norm of every query head, rounded to BF16 at each step (SPEC 5, attention
+    step 1).
 
     x BF16 [T, H, C] -> BF16 [T, H, C]. The release writes it on BF16 tensors, so each step rounds.
     """
@@ -94,7 +101,8 @@ def unit_rms(x: Tensor, eps: float, acc: torch.dtype, *, threads: int = 1) -> Te
 
 
 def rope_frequencies(config: ModelConfig, ratio: int) -> Tensor:
-    """The rotary frequencies of a layer with this ratio: FP32 [rope_head_dim / 2] (SPEC 5, Rotary tables).
+    """The rotary frequencies of a layer with this ratio: FP32 [rope_head_dim / 2] (SPEC 5, Rotary
+    tables).
 
     Layers without compression use rope_theta as it is; the others compress_rope_theta with YaRN.
     """
@@ -107,7 +115,9 @@ def rope_frequencies(config: ModelConfig, ratio: int) -> Tensor:
 
 
 def _yarn(config: ModelConfig, frequencies: Tensor, base: float) -> Tensor:
-    """YaRN's interpolation: full turns beyond `beta_fast` stay, below `beta_slow` are divided by the factor."""
+    """YaRN's interpolation: full turns beyond `beta_fast` stay, below `beta_slow` are divided by
+    the factor.
+    """
     dim = config.rope_head_dim
 
     def dimension(turns: float) -> float:
@@ -125,9 +135,11 @@ def _yarn(config: ModelConfig, frequencies: Tensor, base: float) -> Tensor:
 
 
 def rope_tables(frequencies: Tensor, positions: Tensor, acc: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position times frequency: positions I64 [n] -> two acc tensors [n, dim / 2].
+    """Cosine and sine of position times frequency: positions I64 [n] -> two acc tensors [n, dim /
+    2].
 
-    The angle is rounded to FP32; cosine and sine of that angle are evaluated in binary64 and rounded to FP32.
+    The angle is rounded to FP32; cosine and sine of that angle are evaluated in binary64 and
+    rounded to FP32.
     """
     angles = (positions.to(torch.float32).unsqueeze(-1) * frequencies).double()
     return torch.cos(angles).float().to(acc), torch.sin(angles).float().to(acc)
@@ -138,7 +150,8 @@ def rotate(
 ) -> Tensor:
     """Rotate the last dims of x, pairs (2i, 2i+1) as complex numbers (SPEC 5, Rotary tables).
 
-    x BF16 [n, C] or [n, H, C]; tables as `rope_tables` gives them for the n rows -> BF16 of the same shape.
+    x BF16 [n, C] or [n, H, C]; tables as `rope_tables` gives them for the n rows -> BF16 of the
+    same shape.
     """
     return by_tokens(lambda p, c, s: _rotated(p, c, s, inverse), x, *tables, threads=threads)
 

@@ -1,9 +1,10 @@
 """One path for a weight and for what is recorded beside it.
 
-The tokens of all sequences of a pass are computed together as one flat batch [T, ...]; a `Segment` is one
-sequence's stretch of it. A `Scope` is a place in the module tree: `scope / "attn"` goes down,
-`scope.linear("wq_a", x)` loads `….attn.wq_a.weight` and `.scale`, applies them to the batch, taps
-`….attn.wq_a.out` for every segment and lets the weight go. Who wants to see the values brings a tap.
+The tokens of all sequences of a pass are computed together as one flat batch [T, ...]; a
+`Segment` is one sequence's stretch of it. A `Scope` is a place in the module tree: `scope /
+"attn"` goes down, `scope.linear("wq_a", x)` loads `….attn.wq_a.weight` and `.scale`, applies them
+to the batch, taps `….attn.wq_a.out` for every segment and lets the weight go. Who wants to see
+the values brings a tap.
 """
 
 import threading
@@ -23,7 +24,9 @@ Tap = Callable[[str, Tensor], None]
 
 
 def one_thread(numerics: Numerics) -> Numerics:
-    """The same numerics without worker threads, for work that is itself one of several threads' pieces."""
+    """The same numerics without worker threads, for work that is itself one of several threads'
+    pieces.
+    """
     return numerics if numerics.threads == 1 else numerics.model_copy(update={"threads": 1})
 
 
@@ -46,8 +49,8 @@ class Weights(Protocol):
 class Buffers(threading.local):
     """Memory that weights are read into again and again, each thread its own.
 
-    Memory fresh from the system costs five times the reading. A weight in a buffer is valid until the same
-    thread asks for the same buffer again.
+    Memory fresh from the system costs five times the reading. A weight in a buffer is valid until
+    the same thread asks for the same buffer again.
     """
 
     def __init__(self) -> None:
@@ -89,7 +92,9 @@ class LayerState:
 
 @dataclass(frozen=True)
 class Segment:
-    """One sequence's tokens in this pass: which step it is, their ids I64 [s], its memory, its observer."""
+    """One sequence's tokens in this pass: which step it is, their ids I64 [s], its memory, its
+    observer.
+    """
 
     step: Step
     ids: Tensor
@@ -108,7 +113,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class Scope:
-    """A place in the module tree: `path` names weights, `record` what is tapped (after the pass prefix).
+    """A place in the module tree: `path` names weights, `record` what is tapped (after the pass
+    prefix).
 
     upcoming: large weights that will be read after this block, for the reader to get ready.
     """
@@ -166,7 +172,9 @@ class Scope:
         return self.weights.read(self.path + name)
 
     def passing(self, name: str, use: str) -> Tensor:
-        """A weight as it is stored, in this thread's buffer for that use: gone with the next one."""
+        """A weight as it is stored, in this thread's buffer for that use: gone with the next
+        one.
+        """
         name = self.path + name
         return self.weights.read(name, self.buffers.take(use, self.weights.nbytes(name)))
 
@@ -190,18 +198,24 @@ class Scope:
         return batch
 
     def tap_flat(self, name: str, batch: Tensor) -> Tensor:
-        """As `tap`, but as [s, ...]: for modules that the release calls on flattened tokens (MoE)."""
+        """As `tap`, but as [s, ...]: for modules that the release calls on flattened tokens
+        (MoE).
+        """
         for segment, part in self.parts(batch):
             self.tap_for(segment, name, part)
         return batch
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """The quantised product with weight `name`, recorded: BF16 [T, ..., in] -> BF16 [T, ..., out]."""
+        """The quantised product with weight `name`, recorded: BF16 [T, ..., in] -> BF16 [T, ...,
+        out].
+        """
         y = q_linear(x, self.quantized(name, x.shape[-1]), self.numerics)
         return self.tap(f"{name}.out", y)
 
     def linear_hi(self, name: str, x: Tensor) -> Tensor:
-        """The product with an unquantised weight, kept in acc, not recorded: [T, in] -> acc [T, out]."""
+        """The product with an unquantised weight, kept in acc, not recorded: [T, in] -> acc [T,
+        out].
+        """
         return linear_hi(x, self.passing(f"{name}.weight", "codes"), self.numerics)
 
     def norm(self, name: str, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The streaming pass: every layer once, all sequences through it while its weights are at hand.
 
-A `Sequence` is one prompt with its observer. `run` takes all prompts through the prefill, the MTP prefill and
-decode, and the decode steps of the main stack; sequences with fewer steps drop out. Nothing is kept of a
-layer but what decode needs of it.
+A `Sequence` is one prompt with its observer. `run` takes all prompts through the prefill, the MTP
+prefill and decode, and the decode steps of the main stack; sequences with fewer steps drop out.
+Nothing is kept of a layer but what decode needs of it.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,17 @@ EMBEDDING = "embed.weight"
 MATRIX = "head.weight"
 
 Watch = Callable[[str, str], None]
-"""Told the pass (`prefill`, `decode.0`, `mtp`) and the place (`layers.3`, `head`) that comes next."""
+"""Told the pass (`prefill`, `decode.0`, `mtp`) and the place (`layers.3`, `head`) that comes
+next.
+"""
 
 
 @dataclass
 class Sequence:
     """One prompt: its ids, how many decode steps follow, the ids of these where they are given.
 
-    decode_ids grows to `decode` entries while `run` goes on: what is not given is chosen greedily, the
-    arg-max of the previous logits, the lowest index on ties.
+    decode_ids grows to `decode` entries while `run` goes on: what is not given is chosen
+    greedily, the arg-max of the previous logits, the lowest index on ties.
     """
 
     ids: list[int]
@@ -49,7 +51,9 @@ class Sequence:
         return segment
 
     def mtp_segments(self) -> tuple[Segment, Segment]:
-        """The MTP prefill over the prompt and the one MTP decode step, with the prompt's last id."""
+        """The MTP prefill over the prompt and the one MTP decode step, with the prompt's last
+        id.
+        """
         length = len(self.ids)
         return (
             self.segment(Step("mtp.0.prefill.", length, 0), self.ids),
@@ -59,7 +63,9 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Extent:
-    """How far to compute: main layers below `layers`; head and MTP only where they are asked for."""
+    """How far to compute: main layers below `layers`; head and MTP only where they are asked
+    for.
+    """
 
     layers: int
     head: bool = True
@@ -72,7 +78,9 @@ class Extent:
 
 
 def through_layers(scope: Scope, extent: Extent, watch: Watch, name: str) -> Tensor:
-    """Embedding and main layers of one pass: BF16 [T, M, D], the streams after the last layer computed."""
+    """Embedding and main layers of one pass: BF16 [T, M, D], the streams after the last layer
+    computed.
+    """
     watch(name, "embed")
     x = embed(scope, EMBEDDING).unsqueeze(1).repeat(1, scope.config.hc_mult, 1)
     for layer in range(extent.layers):
@@ -84,7 +92,9 @@ def through_layers(scope: Scope, extent: Extent, watch: Watch, name: str) -> Ten
 
 
 def through_mtp(scope: Scope, sequences: list[Sequence], x_TMD: Tensor) -> Tensor:
-    """MTP prefill and decode of all sequences as one batch, prefills first: acc [2 * sequences, V]."""
+    """MTP prefill and decode of all sequences as one batch, prefills first: acc [2 * sequences,
+    V].
+    """
     prefills, decodes = zip(*(sequence.mtp_segments() for sequence in sequences), strict=True)
     h = torch.cat([x_TMD, last_rows(scope, x_TMD)])
     place = replace(scope, segments=prefills + decodes, path="mtp.0.", record="")
@@ -92,7 +102,8 @@ def through_mtp(scope: Scope, sequences: list[Sequence], x_TMD: Tensor) -> Tenso
 
 
 def greedy(sequences: list[Sequence], logits_nV: Tensor, number: int) -> None:
-    """Give every sequence that goes on and has no id for decode step `number` the arg-max of its logits.
+    """Give every sequence that goes on and has no id for decode step `number` the arg-max of its
+    logits.
 
     The logits are compared as recorded, in FP32; the lowest index wins a tie.
     """
@@ -111,7 +122,8 @@ def run(
 ) -> None:
     """Take all sequences through the model; what happens is seen by their taps alone.
 
-    extent: how far to compute (default: everything). Decode steps without given ids need the whole stack.
+    extent: how far to compute (default: everything). Decode steps without given ids need the
+    whole stack.
     """
     extent = extent or Extent.whole(config)
     for number in range(1 + max(sequence.decode for sequence in sequences)):

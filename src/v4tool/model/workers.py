@@ -1,8 +1,8 @@
 """Whole pieces of work on several threads, results in order.
 
-The threads decide who computes a piece and when, never what is computed: whoever consumes the results sees them
-one after the other, as if there were one thread. `by_tokens` and the products share out smaller pieces by
-themselves; left out here.
+The threads decide who computes a piece and when, never what is computed: whoever consumes the
+results sees them one after the other, as if there were one thread. `by_tokens` and the products
+share out smaller pieces by themselves; left out here.
 """
 
 from collections import deque
@@ -15,7 +15,9 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 RESULTS_AHEAD = 2
-"""Pieces per thread that are begun or done before their turn: bounds the memory of their results."""
+"""Pieces per thread that are begun or done before their turn: bounds the memory of their
+results.
+"""
 
 
 @cache
@@ -28,8 +30,8 @@ def in_order(
 ) -> Iterator[Result]:
     """function(item) of every item, in the order of the items, computed on `threads` threads.
 
-    The caller only waits for results, and consumes one while others are being computed; with one thread it
-    computes them itself. An error of `function` is raised at its item's turn.
+    The caller only waits for results, and consumes one while others are being computed; with one
+    thread it computes them itself. An error of `function` is raised at its item's turn.
     """
     if threads == 1:
         yield from map(function, items)
