@@ -52,4 +52,4 @@ def check_sum(place: Place) -> None:
     out = place.key("ffn.out")
     shown = [shared, place.key("ffn.experts.*.out")]
     place.book.compare("ffn sum", out, source.bits(out), rounded(total), shown)
-    place.book.applied("ffn sum", of)
+    place.book.applied("ffn sum", [*of, place.key(ROUTED)])

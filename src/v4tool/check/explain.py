@@ -70,6 +70,7 @@ def _applies(rule: Rule, key: str, config: ModelConfig) -> bool:
     ratio = config.ratio(config.n_layers if is_mtp else layer or 0)
     return {
         "": True,
+        "compressed": ratio > 0,
         "ratio 4": has_indexer(ratio),
         "ratio 128": ratio > 0 and not has_indexer(ratio),
         "hash": layer is not None and config.is_hash(layer),
@@ -79,28 +80,40 @@ def _applies(rule: Rule, key: str, config: ModelConfig) -> bool:
 
 
 def _shown(names: set[str]) -> str:
+    """The plainest of a key's names."""
     return min(names, key=len)
 
 
 def names_of(key: str, config: ModelConfig) -> Iterator[str]:
     """The names under which rules know a key: its end, with what sets it apart from others."""
-    prefix = pass_of(key)
+    prefix, layer = pass_of(key), layer_of(key)
     name = key.removeprefix(prefix)
-    if name.startswith("layers."):
-        _, number, name = name.split(".", 2)
-        ratio = config.ratio(int(number))
+    if layer is None:
+        yield f"mtp.{name}" if prefix.startswith("mtp.") else f"main.{name}"
+        layer = config.n_layers
+    else:
+        name = name.split(".", 2)[2]
         if name == "out":
-            yield "layers.<n>.out"
+            yield from _names_of_streams(prefix, last=layer == config.n_layers - 1)
             return
-        if name.startswith("attn.rope.rot.") and _of_compressor(key, ratio):
-            yield "attn.rope.rot.<last>.out"
-            return
-    elif prefix.startswith("mtp."):
-        yield f"mtp.{name}"
+    if name.startswith("attn.rope.rot.") and _of_compressor(name, config.ratio(layer)):
+        yield "attn.rope.rot.<last>.out"
+        return
+    if name == "ffn.gate.out.0" and not config.is_hash(layer):
+        yield "score.ffn.gate.out.0"
     yield name
 
 
-def _of_compressor(key: str, ratio: int) -> bool:
+def _names_of_streams(prefix: str, *, last: bool) -> Iterator[str]:
+    """A layer's `out`: MTP goes on from the last one of the prefill."""
+    yield "layers.<n>.out"
+    if not last:
+        yield "layers.<inner>.out"
+    elif not prefix:
+        yield "layers.<last>.out"
+
+
+def _of_compressor(name: str, ratio: int) -> bool:
     """Whether a rotation is the main compressor's: the third of ratio 128, the last of ratio 4."""
-    number = int(key.split(".")[-2])
+    number = int(name.split(".")[-2])
     return (number == 2 and not has_indexer(ratio)) or number == 4

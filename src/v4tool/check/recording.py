@@ -17,7 +17,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from v4tool.check.attention import check_attention
-from v4tool.check.book import Book, Tally
+from v4tool.check.book import Book
 from v4tool.check.bounds import Unknowns
 from v4tool.check.compressed import check_compressed
 from v4tool.check.embeddings import check_embeddings
@@ -50,12 +50,19 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class RuleRow:
-    """One line of the table of rules: how often it was applied and how often it failed."""
+    """One line of the table of rules: the keys and values it was applied to, how often it
+    failed.
+    """
 
     rule: Rule
-    keys: int
+    tied: frozenset[str]
     values: int
     findings: int
+
+    @property
+    def keys(self) -> int:
+        """How many keys of the file the rule was applied to."""
+        return len(self.tied)
 
 
 @dataclass
@@ -263,22 +270,24 @@ class _Check:
 
     def result(self) -> CheckResult:
         tallies = self.book.tallies
-        rows = [_row(rule, tallies[rule.id]) for rule in RULES.values() if rule.id in tallies]
-        tied: set[str] = set()
-        for row in rows:
-            if row.rule.family in ("identity", "weights"):
-                tied |= tallies[row.rule.id].keys
+        rows = [
+            RuleRow(
+                rule,
+                frozenset(tally.keys & self.header.entries.keys()),
+                tally.values,
+                tally.findings,
+            )
+            for rule in RULES.values()
+            if (tally := tallies.get(rule.id)) is not None
+        ]
+        ties = [row.tied for row in rows if row.rule.family in ("identity", "weights")]
         order = {key: place for place, key in enumerate(self.header.entries)}
         findings = sorted(self.book.findings, key=lambda f: order.get(f.key, -1))
         return CheckResult(
             self.header.path, findings, rows, len(self.header.entries),
-            len(tied & self.header.entries.keys()), self.payload_sha256, self.seconds,
+            len(frozenset().union(*ties)), self.payload_sha256, self.seconds,
             self.bytes_read,
         )  # fmt: skip
-
-
-def _row(rule: Rule, tally: Tally) -> RuleRow:
-    return RuleRow(rule, len(tally.keys), tally.values, tally.findings)
 
 
 def check_place(place: Place) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 Needs = Literal["nothing", "unknown weights", "checkpoint"]
 Family = Literal["container", "specification", "values", "identity", "weights"]
-Only = Literal["", "ratio 4", "ratio 128", "hash", "later passes", "main"]
+Only = Literal["", "compressed", "ratio 4", "ratio 128", "hash", "later passes", "main"]
 
 
 @dataclass(frozen=True)
@@ -83,20 +83,22 @@ _IDENTITIES = (
     _tie(
         "streams",
         "a layer's out is two hc_post over the out of the layer before",
-        *("layers.<n>.out", "attn.out", "ffn.out"),
+        *("layers.<n>.out", "main.embed.out", "attn.out", "ffn.out"),
         *("hc_attn.post", "hc_attn.comb", "hc_ffn.post", "hc_ffn.comb"),
         only="main",
     ),
     _tie(
         "attn_norm",
         "attn_norm.out is the RMS norm of the streams mixed by hc_attn.pre",
-        *("attn_norm.out", "hc_attn.pre", "embed.out", "e_proj.out", "h_proj.out"),
+        *("attn_norm.out", "hc_attn.pre", "main.embed.out", "layers.<inner>.out"),
+        *("e_proj.out", "h_proj.out"),
         needs="unknown weights",
     ),
     _tie(
         "ffn_norm",
         "ffn_norm.out is the RMS norm of the streams after attention, mixed by hc_ffn.pre",
         *("ffn_norm.out", "hc_ffn.pre", "hc_attn.post", "hc_attn.comb", "attn.out"),
+        *("main.embed.out", "layers.<inner>.out", "e_proj.out", "h_proj.out"),
         needs="unknown weights",
     ),
     _tie(
@@ -120,7 +122,7 @@ _IDENTITIES = (
     _tie(
         "hnorm",
         "MTP's hnorm.out is the RMS norm of the last layer's streams",
-        "hnorm.out",
+        *("hnorm.out", "layers.<last>.out"),
         needs="unknown weights",
     ),
     _tie(
@@ -153,6 +155,7 @@ _IDENTITIES = (
         "kv blocks",
         "in.kv ends in compressor.out, after the blocks of earlier passes",
         *("attn.sparse_attn.in.kv", "attn.compressor.out"),
+        only="compressed",
     ),
     _tie(
         "window",
@@ -244,7 +247,7 @@ _IDENTITIES = (
         *("attn.indexer.wq_b.out", "attn.indexer.weights_proj.out"),
         *("attn.compressor.wkv.out", "attn.compressor.wgate.out"),
         *("attn.indexer.compressor.wkv.out", "attn.indexer.compressor.wgate.out"),
-        *("ffn.gate.out.0", "ffn.gate.out.1", "e_proj.out", "h_proj.out"),
+        *("score.ffn.gate.out.0", "ffn.gate.out.1", "e_proj.out", "h_proj.out"),
         *("ffn.shared_experts.w1.out", "ffn.shared_experts.w3.out"),
     ),
 )

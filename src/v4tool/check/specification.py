@@ -158,28 +158,35 @@ def _check_routing(
         return
     present = {int(name.rsplit(".", 1)[1]): name for name in groups if name.startswith(place)}
     routes = source.ints(gate)
-    experts, rows = np.unique(routes, return_counts=True)
-    wanted = dict(zip(experts.tolist(), rows.tolist(), strict=True))
+    experts, counts = np.unique(routes, return_counts=True)
+    wanted = dict(zip(experts.tolist(), counts.tolist(), strict=True))
     book.applied("expert routed", [gate], routes.size)
     if present or not expected.partial:
         for expert in sorted(wanted.keys() - present.keys()):
-            found = f"no such expert, but {wanted[expert]} tokens in {gate}"
-            book.report(f"{place}experts.{expert}", "expert routed", "recorded", found)
+            named = f"recorded, {wanted[expert]} tokens are routed to it in {gate}"
+            book.report(f"{place}experts.{expert}", "expert routed", named, "no such keys")
     for expert in sorted(present.keys() - wanted.keys()):
         book.report(present[expert], "expert routed", f"named in {gate}", "not named there")
     for expert in sorted(present.keys() & wanted.keys()):
-        _check_rows(present[expert], groups[present[expert]], wanted[expert], header, source, book)
+        name, rows = present[expert], wanted[expert]
+        _check_rows(name, groups[name], rows, gate, header, source, book)
 
 
 def _check_rows(
-    name: str, outputs: set[str], rows: int, header: Header, source: Source, book: Book
+    name: str,
+    outputs: set[str],
+    rows: int,
+    gate: str,
+    header: Header,
+    source: Source,
+    book: Book,
 ) -> None:
     keys = [f"{name}.{output}" for output in sorted(outputs)]
     book.applied("expert rows", keys)
     for key in keys:
         found = header.entries[key].shape
         if found and found[0] != rows:
-            book.report(key, "expert rows", f"{rows} rows, its tokens in gate.out.1", f"{found[0]}")
+            book.report(key, "expert rows", f"{rows} rows, its tokens in {gate}", f"{found[0]}")
             source.kinds.pop(key, None)
 
 
