@@ -127,7 +127,11 @@ def test_one_node_or_one_layer() -> None:
     mine = {k for k in keys_of(LEN3) if re.match(r"(decode\.\d\.)?layers\.3\.", k)}
     assert {c.key for c in layer.comparisons} == mine
     node = verify(LEN3, node="head")
-    assert [c.key for c in node.comparisons] == ["head.out", "decode.0.head.out", "decode.1.head.out"]
+    assert [c.key for c in node.comparisons] == [
+        "head.out",
+        "decode.0.head.out",
+        "decode.1.head.out",
+    ]
 
 
 def test_progress_reaches_its_end() -> None:
@@ -161,10 +165,8 @@ def test_every_key_has_one_node() -> None:
     ("tokens", "experts", "recorded", "published"),
     [(6, 1051, 5953, 1878), (32, 2669, 12425, 3496), (129, 5055, 22029, 5922)],
 )
-def test_checks_of_the_real_model(
-    tokens: int, experts: int, recorded: int, published: int
-) -> None:
-    """One check for every key of SPEC 6's totals but the ids: more than the published description."""
+def test_checks_of_the_real_model(tokens: int, experts: int, recorded: int, published: int) -> None:
+    """One check for every key of SPEC 6's totals but the ids, more than were published."""
     config = ModelConfig.from_file(Path(v4tool.__file__).parent / "data" / "flash_config.json")
     keys = recording_keys(config, tokens)
     infos, left = list_nodes(keys=[k for k in keys if not is_expert(k)], weights=layout(config))

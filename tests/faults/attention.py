@@ -108,9 +108,7 @@ def grouped(change):
     """Change what goes into wo_a: change gets (x [T, G, K], weight) -> the two."""
 
     def inject(patch: Patch) -> None:
-        patch.setattr(
-            attention, "grouped_linear", lambda x, w, n: grouped_linear(*change(x, w), n)
-        )
+        patch.setattr(attention, "grouped_linear", lambda x, w, n: grouped_linear(*change(x, w), n))
 
     return inject
 
@@ -155,9 +153,7 @@ def phase_swapped(config, step):
 
 def decode_offset_of_prefill(patch: Patch) -> None:
     right = compress.table_offset
-    patch.setattr(
-        compress, "table_offset", lambda c, step: 6 if step.start else right(c, step)
-    )
+    patch.setattr(compress, "table_offset", lambda c, step: 6 if step.start else right(c, step))
 
 
 FAULTS = [
@@ -176,9 +172,7 @@ FAULTS = [
         replaced("sparse_attn", attention_of(sink=lambda s: s * HEAD_DIM**-0.5)),
         **CORE,
     ),
-    Fault(
-        "sink_rolled", replaced("sparse_attn", attention_of(sink=lambda s: s.roll(1))), **CORE
-    ),
+    Fault("sink_rolled", replaced("sparse_attn", attention_of(sink=lambda s: s.roll(1))), **CORE),
     Fault(
         "head_rms_missing",
         replaced("unit_rms", lambda x, eps, acc, **kw: x),
@@ -276,9 +270,7 @@ FAULTS = [
     Fault("ring_off_by_one", ring_position, "attn_kv", MTP_KV),
     Fault("groups_strided", grouped(strided), **GROUPS),
     Fault("one_group", grouped(first_group), **GROUPS),
-    Fault(
-        "wo_a_input_fp8", grouped(lambda x, w: (act_quant_inplace(x, 128), w)), **GROUPS
-    ),
+    Fault("wo_a_input_fp8", grouped(lambda x, w: (act_quant_inplace(x, 128), w)), **GROUPS),
     Fault(
         "indexer_q_before_norm",
         before_norm,
@@ -287,9 +279,7 @@ FAULTS = [
     ),
     Fault(
         "topk_last_query_for_all",
-        lambda p: choose(
-            p, lambda f, s, a, k, o: f(s[-1:].expand_as(s).contiguous(), a, k, o)
-        ),
+        lambda p: choose(p, lambda f, s, a, k, o: f(s[-1:].expand_as(s).contiguous(), a, k, o)),
         key="layers.1.attn.indexer.out",
         prompt="len129",
         **CHOICE,
@@ -303,7 +293,9 @@ FAULTS = [
         **CHOICE,
     ),
     Fault(
-        "p_not_rounded", replaced("sparse_attn", attention_of(round_p=False)), **CORE, 
+        "p_not_rounded",
+        replaced("sparse_attn", attention_of(round_p=False)),
+        **CORE,
     ),
     Fault(
         "denominator_of_rounded_p",

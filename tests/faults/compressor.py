@@ -57,7 +57,7 @@ def ape_missing_on_tail(patch: Patch) -> None:
 
 
 def rows(change):
-    """Replace how a block's rows are put together: change gets (right, x, first, blocks, ratio, before)."""
+    """Replace `block_rows`: change gets (right, x, first, blocks, ratio, before)."""
 
     def inject(patch: Patch) -> None:
         right = compress.block_rows
@@ -268,7 +268,5 @@ FAULTS = [
         **CHOICE,
     ),
     Fault("weights_proj_missing", scores(lambda dots, w: dots.relu().double()), **CHOICE),
-    Fault(
-        "indexer_q_not_rotated", q_not_rotated, "rope[2]", "layers.1.attn.rope.rot.2.out"
-    ),
+    Fault("indexer_q_not_rotated", q_not_rotated, "rope[2]", "layers.1.attn.rope.rot.2.out"),
 ]

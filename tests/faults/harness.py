@@ -7,7 +7,8 @@ recording is verified isolated, in full or up to the first layer that fails.
 
 import json
 import re
-from collections.abc import Callable, Sequence as Listed
+from collections.abc import Callable
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,13 +33,13 @@ Tensors = dict[str, Tensor]
 class Fault:
     """A fault and the verdict that it must get.
 
-    name: as porters call it. inject: replaces one function or constant. operator, block: the node that
-    must be named; key: the first recorded key that shows it (routed experts as `<E>`). prompt: the
-    golden recording whose ids are run, the shortest that shows the fault; decode: how many
-    of its decode steps, or ids to decode. suspects: nodes without keys that cannot be told apart.
+    name: as porters call it. inject: replaces one function or constant. operator, block: the node
+    that must be named; key: the first recorded key that shows it (routed experts as `<E>`). prompt:
+    the golden recording whose ids are run, the shortest that shows the fault; decode: how many of
+    its decode steps, or ids to decode. suspects: nodes without keys that cannot be told apart.
     larger: needs the larger golden checkpoint. backend: the product used (values that are no BF16
-    values go through the readable one only). needs: something that the recording must show, or
-    the fault would have nothing to change. place: the node's block, where it is not the key's.
+    values go through the readable one only). needs: something that the recording must show, or the
+    fault would have nothing to change. place: the node's block, where it is not the key's.
     """
 
     name: str

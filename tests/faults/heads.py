@@ -138,12 +138,8 @@ FAULTS = [
         "rms_norm[hnorm]",
         "mtp.0.prefill.hnorm.out",
     ),
-    Fault(
-        "mtp_position0_zero", position_zero, "rms_norm[enorm]", "mtp.0.prefill.enorm.out"
-    ),
-    Fault(
-        "mtp_proj_swapped", swapped_projections, "q_linear[e_proj]", "mtp.0.prefill.e_proj.out"
-    ),
+    Fault("mtp_position0_zero", position_zero, "rms_norm[enorm]", "mtp.0.prefill.enorm.out"),
+    Fault("mtp_proj_swapped", swapped_projections, "q_linear[e_proj]", "mtp.0.prefill.e_proj.out"),
     Fault("mtp_main_hc_head", main_weights(HEADS), **MTP_NORM),
     Fault("mtp_main_norm", main_weights(("norm.weight",)), **MTP_NORM),
     Fault(
@@ -153,6 +149,7 @@ FAULTS = [
         "mtp.0.prefill.embed.out",
         status="input",
     ),
-    Fault("eps_1e-5", other_eps, "rms_norm[attn_norm]", "layers.0.attn_norm.out",
-          suspects=("hc_pre",)),
+    Fault(
+        "eps_1e-5", other_eps, "rms_norm[attn_norm]", "layers.0.attn_norm.out", suspects=("hc_pre",)
+    ),
 ]

@@ -24,9 +24,7 @@ def split(patch: Patch, change) -> None:
 
 def comb_transposed(patch: Patch) -> None:
     right = hyper.hc_post
-    patch.setattr(
-        block, "hc_post", lambda y, r, post, comb, **kw: right(y, r, post, comb.mT, **kw)
-    )
+    patch.setattr(block, "hc_post", lambda y, r, post, comb, **kw: right(y, r, post, comb.mT, **kw))
 
 
 def pre_post_swapped(patch: Patch) -> None:
@@ -99,8 +97,8 @@ def residual_lost(patch: Patch) -> None:
     )
 
 
-# On the small checkpoint Sinkhorn's alternation has converged in layer 0's attention, where all streams
-# are equal besides, so some faults show one hyper-connection later there.
+# On the small checkpoint Sinkhorn's alternation has converged in layer 0's attention, where all
+# streams are equal besides, so some faults show one hyper-connection later there.
 LARGER = {"prompt": "len6", "larger": True}
 FAULTS = [
     Fault("comb_transposed", comb_transposed, "hc_post", "layers.0.hc_ffn.pre", **LARGER),
@@ -141,9 +139,7 @@ FAULTS = [
     Fault("one_stream", one_stream, "streams", PRE, place=""),
     Fault(
         "hc_head_mean",
-        lambda p: p.setattr(
-            block, "hc_head", lambda s, x: x.double().mean(1).float().bfloat16()
-        ),
+        lambda p: p.setattr(block, "hc_head", lambda s, x: x.double().mean(1).float().bfloat16()),
         **NORM,
     ),
     Fault("hc_head_zero", head_without_weights, **NORM),

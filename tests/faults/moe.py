@@ -21,7 +21,7 @@ SUM = {"operator": "moe", "key": "layers.0.ffn.out"}
 
 
 def gate(change):
-    """Replace the gate's weights: change gets (config, layer, scores, biased, experts) -> acc [T, K]."""
+    """Replace the gate's weights: change gets (config, layer, scores, biased, experts)."""
 
     def wrong(scope, x, layer):
         scores_ = moe.scores(scope, x)
@@ -87,7 +87,7 @@ def previous_token(right, scope, scores_, layer):
 
 
 def swiglu(change, shared: bool | None = None):
-    """Replace the expert's inner function; shared: only for the shared or only for routed experts."""
+    """Replace the expert's inner function, of all experts or of one sort."""
 
     def inject(patch: Patch) -> None:
         right = moe.swiglu
@@ -207,11 +207,11 @@ FAULTS = [
     Fault(
         "hash_uniform_weights",
         gate(
-            lambda c, layer, s, b, e: torch.full(
-                e.shape, c.route_scale / e.shape[1], dtype=torch.float64
+            lambda c, layer, s, b, e: (
+                torch.full(e.shape, c.route_scale / e.shape[1], dtype=torch.float64)
+                if c.is_hash(layer)
+                else normed(s.gather(1, e), c.route_scale)
             )
-            if c.is_hash(layer)
-            else normed(s.gather(1, e), c.route_scale)
         ),
         **SCORES,
     ),

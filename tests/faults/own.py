@@ -1,6 +1,6 @@
 """Right and wrong pieces to put into the port: products of any values, attention with knobs.
 
-With neutral settings each gives the port's own bits (`test_own.py`), so that a fault made of it
+With neutral settings each gives the port's own bits (`test_not_faults`), so that a fault made of it
 changes what it says and nothing else.
 """
 
@@ -77,7 +77,8 @@ def attention_of(
     round_denominator: bool = False,
     block: int = 64,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Numerics], Tensor]:
-    """A `sparse_attn` with one rule changed; pad: what -1 means (`nothing`, `row`: the last one, `zero`)."""
+    """A `sparse_attn` with one rule changed; pad: what -1 means (`nothing`, `row`: the last one,
+    `zero`)."""
 
     def sparse_attn(
         q: Tensor, kv: Tensor, table: Tensor, sinks: Tensor, numerics: Numerics

@@ -20,9 +20,7 @@ FAULTS = [fault for module in MODULES for fault in module.FAULTS]
 
 
 def params() -> list[object]:
-    return [
-        pytest.param(f, id=f.name, marks=[needs_golden] if f.larger else []) for f in FAULTS
-    ]
+    return [pytest.param(f, id=f.name, marks=[needs_golden] if f.larger else []) for f in FAULTS]
 
 
 @pytest.mark.parametrize("fault", params())

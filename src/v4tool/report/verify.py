@@ -6,6 +6,7 @@ The HTML page is in `verify_html`. `write_report` chooses by the file's suffix.
 import json
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.table import Table
@@ -47,7 +48,8 @@ def write_report(results: Sequence[VerifyResult], path: Path) -> None:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink()
         raise OutputError(f"{path}: {error.strerror}") from None
 
 

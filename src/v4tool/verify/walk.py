@@ -175,7 +175,7 @@ def _rule(recording: Recorded, atol: float, rtol: float, exact: bool | None, *, 
     description."""
     binary64 = recording.metadata.get("accumulate", "float64") == "float64"
     exact = own and binary64 if exact is None else exact
-    return Rule(atol, rtol, exact=exact, neighbours=own and not binary64)
+    return Rule(atol, rtol, exact=exact, float32=own and not binary64)
 
 
 def _tokens(recording: Recorded) -> int:
