@@ -109,3 +109,36 @@ def test_evidence_goes_into_the_manifest(cli: Cli, tmp_path: Path) -> None:
     assert entry["verification"]["keys_compared"] == entry["tensors"] - 1
     assert "node checks" in cli("list", "cases", "--profile", profile).out
     shutil.rmtree(tmp_path / "out")
+
+
+def test_regen(cli: Cli, tmp_path: Path) -> None:
+    profile = tmp_path / "one.toml"
+    profile.write_text(
+        f'out_dir = "{tmp_path}/out"\n[checkpoint]\npath = "{CKPT}"\n'
+        '[[cases]]\nid = "a"\ninput_ids = [1, 2, 3, 4]\n'
+    )
+    options = ("--profile", profile, "--quiet")
+    assert "no prompts.json" in one_line(cli("regen", *options))
+    assert cli("dump", *options, "--case", "a").status == 0
+    before = (tmp_path / "out" / "prompts.json").read_bytes()
+    planned = json.loads(cli("regen", *options, "--dry-run", "--json").out)
+    assert planned == [{"case": "a", "left_alone": None}]
+    assert (tmp_path / "out" / "prompts.json").read_bytes() == before
+    (result,) = json.loads(cli("regen", *options, "--threads", 1, "--json").out)
+    assert result["same_payload"]
+    assert result["replaced"]
+    assert "the same bits" in cli("regen", *options, "--threads", 1).out
+    assert "no case b" in one_line(cli("regen", *options, "--case", "b"))
+
+
+def test_anchors_do_not_apply_elsewhere(cli: Cli) -> None:
+    ran = cli("check", "--anchors", "--profile", "flash", "--ckpt", CKPT, "--quiet")
+    assert ran.status == 1
+    assert "the anchors do not apply to this checkpoint" in ran.out
+
+
+def test_the_port_checks_itself(cli: Cli) -> None:
+    ran = cli("check", "--port", "--quick", "--ckpt", CKPT, "--quiet", "--json")
+    rows = {row["name"]: row["status"] for row in json.loads(ran.out)}
+    assert ran.status == 0, rows
+    assert {"structure", "weights"} <= rows.keys()

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from v4tool.cli.dump import dump, synth
-from v4tool.cli.judge import check, verify
+from v4tool.cli.judge import check, regen, verify
 from v4tool.cli.listing import listing
 from v4tool.cli.options import say
 from v4tool.errors import V4ToolError
@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (dump, check, verify, synth):
+for command in (dump, check, verify, regen, synth):
     app.command()(command)
 app.add_typer(listing, name="list")
 

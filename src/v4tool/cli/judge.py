@@ -19,6 +19,7 @@ from v4tool.cli.options import (
     checkpoint_directory,
     chosen_cases,
     model_config,
+    open_checkpoint,
     print_json,
     say,
     settle,
@@ -123,6 +124,9 @@ def check(
     layer: Annotated[
         int | None, typer.Option("--layer", help="With --port: run this layer only.")
     ] = None,
+    anchors: Annotated[
+        bool, typer.Option("--anchors", help="Check the released weights' published next tokens.")
+    ] = False,
     threads: ThreadsOption = None,
     backend: BackendOption = None,
     as_json: JsonOption = False,
@@ -135,6 +139,9 @@ def check(
         return
     if port:
         check_the_port(settled, quick, layer, as_json, quiet)
+        return
+    if anchors:
+        check_the_anchors(settled, case, as_json, quiet)
         return
     chosen = subjects(settled, case, every, file, directory)
     checkpoint = weights_of(settled, weights, quiet)
@@ -231,6 +238,34 @@ def check_the_port(
     else:
         tables.show(report.port_table(rows))
     if any(row.status != "ok" for row in rows):
+        raise typer.Exit(1)
+
+
+def check_the_anchors(
+    profile: "Profile", cases: list[str] | None, as_json: bool, quiet: bool
+) -> None:
+    """The published next tokens of the released weights; exit 1 where they do not hold or apply."""
+    from dataclasses import asdict
+
+    from v4tool.check.anchors import check_anchors
+    from v4tool.dump import numerics_of, peak_rss
+    from v4tool.report import check as report
+    from v4tool.report import tables
+    from v4tool.report.progress import DumpProgress
+
+    chosen = [profile.case(name) for name in cases] if cases else list(profile.cases)
+    chosen = [case for case in chosen if case.expect is not None]
+    with open_checkpoint(profile, quiet=quiet) as checkpoint:
+        steps = checkpoint.config.n_layers + 2
+        with DumpProgress(steps, lambda: checkpoint.bytes_read, peak_rss, quiet=quiet) as progress:
+            result = check_anchors(checkpoint, chosen, numerics_of(profile), progress.watch)
+    if as_json:
+        print_json(asdict(result))
+    elif result.does_not_apply is not None:
+        print(f"the anchors do not apply to this checkpoint: {result.does_not_apply}")
+    else:
+        tables.show(report.anchors_table(result.rows))
+    if not result.ok:
         raise typer.Exit(1)
 
 
@@ -349,3 +384,55 @@ def keep_evidence(subject: Subject, checked: "CheckResult", result: "VerifyResul
         record_verification(
             subject.path.parent, entry.id, checked.payload_sha256, result.evidence()
         )
+
+
+def regen(
+    case: CaseOption = None,
+    directory: FromOption = None,
+    ckpt: CkptOption = None,
+    profile: ProfileOption = None,
+    threads: ThreadsOption = None,
+    backend: BackendOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be done.")
+    ] = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Make the manifest's references anew from their frozen ids; replace those that pass."""
+    from v4tool import dump as dumping
+    from v4tool import regen as making
+    from v4tool.report import check as report
+    from v4tool.report import tables
+    from v4tool.report.progress import DumpProgress
+    from v4tool.verify.walk import verify_file
+
+    settled = settle(profile, ckpt=ckpt, threads=threads, backend=backend)
+    folder = directory or settled.out_dir
+    planned = making.plan(folder, case or None)
+    cases = [making.frozen_case(p.entry) for p in planned if p.left_alone is None]
+    if dry_run or not cases:
+        if as_json:
+            print_json([{"case": p.entry.id, "left_alone": p.left_alone} for p in planned])
+        else:
+            tables.show(report.plan_table(planned))
+        return
+    with open_checkpoint(settled, quiet=quiet) as checkpoint:
+
+        def judge(path: Path) -> making.Verified:
+            found = verify_file(path, checkpoint.directory, jobs=settled.threads)
+            return making.Verified(found.passed, found.evidence(), list(found.findings))
+
+        steps = dumping.steps(checkpoint.config, cases, dumping.Selection())
+        with DumpProgress(
+            steps, lambda: checkpoint.bytes_read, dumping.peak_rss, quiet=quiet
+        ) as progress:
+            results = making.regenerate(
+                settled, checkpoint, planned, folder, verify=judge, progress=progress
+            )
+    if as_json:
+        print_json([result.as_dict() for result in results])
+    else:
+        tables.show(report.regen_table(results))
+    if not all(result.replaced for result in results):
+        raise typer.Exit(1)

@@ -9,9 +9,11 @@ from v4tool.report.tables import plain_table
 from v4tool.report.units import seconds, size
 
 if TYPE_CHECKING:
+    from v4tool.check.anchors import AnchorRow
     from v4tool.check.explain import Explanation
     from v4tool.check.port import PortRow
     from v4tool.check.recording import CheckResult
+    from v4tool.regen import Planned, RegenResult
 
 MOST_FINDINGS = 200
 """Findings of one recording that are printed; --json has all of them."""
@@ -66,4 +68,47 @@ def port_table(rows: Iterable["PortRow"]) -> Table:
     table = plain_table("check", "result", "time", "seen", right=("time",))
     for row in rows:
         table.add_row(row.name, row.status, seconds(row.seconds), row.detail)
+    return table
+
+
+def anchors_table(rows: Iterable["AnchorRow"]) -> Table:
+    """The published next tokens beside those found; log-probabilities in nats."""
+    right = ("expected id", "found id", "log-probability")
+    table = plain_table("anchor", "expected id", "found id", "published", "log-probability",
+                        "margin", "result", right=right)  # fmt: skip
+    for row in rows:
+        low, high = row.published or (None, None)
+        table.add_row(
+            row.case,
+            str(row.expected),
+            str(row.found),
+            "" if low is None else f"{low} … {high}",
+            f"{row.logprob:.4f}",
+            "" if row.margin is None else f"{row.margin:.2f} (published {row.published_margin})",
+            "ok" if row.ok else "FAILED",
+        )
+    return table
+
+
+def plan_table(planned: Iterable["Planned"]) -> Table:
+    """What `regen` would do with each case."""
+    table = plain_table("case", "tokens", "file", "would be", right=("tokens",))
+    for one in planned:
+        fate = f"left alone: {one.left_alone}" if one.left_alone else "made anew"
+        table.add_row(one.entry.id, str(one.entry.length), one.entry.file, fate)
+    return table
+
+
+def regen_table(results: Iterable["RegenResult"]) -> Table:
+    """Which references came out the same, passed, and took the old one's place."""
+    table = plain_table("case", "payload", "check", "verify", "old reference", "file")
+    for result in results:
+        table.add_row(
+            result.case,
+            "the same bits" if result.same_payload else "OTHER BITS",
+            "passed" if result.check.ok else "FAILED",
+            "passed" if result.verified.passed else "FAILED",
+            "replaced" if result.replaced else "kept",
+            str(result.path),
+        )
     return table
