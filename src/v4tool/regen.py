@@ -22,6 +22,7 @@ from v4tool.dump import DumpResult, Progress, Silent, dump_cases
 from v4tool.errors import Finding, InputError, OutputError
 from v4tool.profiles import Case, Profile
 from v4tool.record.manifest import Entry, Manifest, Run, describe, replace_recording
+from v4tool.verify.walk import verify_file
 
 LEFT_ALONE = ("baseline6",)
 """Cases that are made anew only when they are named."""
@@ -38,6 +39,23 @@ class Verified:
 
 
 Verify = Callable[[Path], Verified]
+"""Judges the recording in a file."""
+
+
+def verifier(checkpoint: Path, *, jobs: int = 1, threads: int = 1) -> Verify:
+    """The verification against `model.vt` and the checkpoint in that directory."""
+
+    def verify(recording: Path) -> Verified:
+        result = verify_file(recording, checkpoint, jobs=jobs, threads=threads)
+        failures = [
+            Finding(c.key, "verify", f"what node {node.label} computes", c.status)
+            for node in result.failures
+            for c in node.comparisons
+            if c.fails
+        ]
+        return Verified(result.passed, result.evidence(), [*result.findings, *failures])
+
+    return verify
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,8 @@ def change(directory: Path | str, edit: Callable[[Manifest], Manifest]) -> Manif
     directory = Path(directory)
     path = directory / MANIFEST
     beside = path.with_name(f"{MANIFEST}.partial")
+    if not directory.is_dir():
+        raise OutputError(f"{path}: cannot be written: {directory} is no directory")
     try:
         with lock(directory):
             changed = edit(Manifest.load(directory))
