@@ -4,7 +4,6 @@ written.
 
 import hashlib
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -185,20 +184,25 @@ def test_a_new_dump_drops_the_verification(tmp_path: Path, entry: Entry) -> None
     assert Manifest.load(tmp_path).cases["a"].verification is None
 
 
-def add_entries(directory: Path, name: str, entry: Entry) -> None:
-    for i in range(5):
-        update_entry(directory, f"{name}{i}", entry)
+ADD_ENTRIES = """
+import sys
+from pathlib import Path
+from v4tool.record.manifest import Manifest, update_entry
+directory = Path(sys.argv[1])
+entry = Manifest.load(directory).cases["a"]
+for i in range(5):
+    update_entry(directory, f"{sys.argv[2]}{i}", entry)
+"""
 
 
 def test_two_runs_do_not_lose_entries(tmp_path: Path, entry: Entry) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    runs = [spawn.Process(target=add_entries, args=(tmp_path, n, entry)) for n in "abc"]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.join(60)
+    update_entry(tmp_path, "a", entry)
+    runs = [
+        subprocess.Popen([sys.executable, "-c", ADD_ENTRIES, str(tmp_path), name]) for name in "bcd"
+    ]
+    assert [run.wait(60) for run in runs] == [0, 0, 0]
     found = Manifest.load(tmp_path).cases
-    assert sorted(found) == [f"{n}{i}" for n in "abc" for i in range(5)]
+    assert sorted(found) == ["a", *(f"{name}{i}" for name in "bcd" for i in range(5))]
 
 
 WRITE_FOR_EVER = """
