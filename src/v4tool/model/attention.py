@@ -210,4 +210,5 @@ def attention(scope: Scope, x_TD: Tensor, layer: int) -> Tensor:
         core(scope, segment, layer, q_s, kv_s, table, blocks, sink)
         for (segment, q_s, kv_s), (table, blocks) in parts
     ]
+    del q, parts  # of the size of the results, the largest there are
     return output(scope, torch.cat(heads) if len(heads) > 1 else heads[0], rotary)

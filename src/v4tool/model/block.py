@@ -65,7 +65,7 @@ def logits(scope: Scope, y_TD: Tensor, matrix: str) -> Tensor:
 
     def piece(start: int) -> Tensor:
         stop = min(start + HEAD_ROWS, size)
-        buffer = scope.buffers.take("codes", (stop - start) * row_bytes)
+        buffer = scope.buffers.take("codes", (stop - start) * row_bytes, torch.uint8)
         return linear_hi(
             last, scope.weights.read_rows(matrix, start, stop, buffer), scope.alone.numerics
         )

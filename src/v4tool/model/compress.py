@@ -25,6 +25,7 @@ from v4tool.model.layers import (
     rotated_part,
 )
 from v4tool.model.scope import CompressorState, Scope, Segment
+from v4tool.model.workers import in_order
 from v4tool.names import (
     Step,
     complete_blocks,
@@ -34,7 +35,7 @@ from v4tool.names import (
 )
 from v4tool.quant.activation import act_quant_inplace, fp4_act_quant, hadamard, to_bf16
 
-QUERIES_AT_ONCE = 64
+QUERIES_AT_ONCE = 8
 """Queries whose scores against all blocks are held at a time."""
 
 
@@ -234,9 +235,11 @@ def _choices(
     step = segment.step
     k = selected_columns(scope.config, step, ratio)
     offset = table_offset(scope.config, step)
-    pieces = []
-    for rows in torch.arange(step.tokens).split(QUERIES_AT_ONCE):
-        scores = index_scores(q[rows], k_td, weights[rows], scope.acc)
-        allowed = (segment.positions[rows] + 1) // ratio
-        pieces.append(choose_blocks(scores, allowed, k, offset))
-    return torch.cat(pieces)
+    allowed = (segment.positions + 1) // ratio
+    pieces = list(zip(*(x.split(QUERIES_AT_ONCE) for x in (q, weights, allowed)), strict=True))
+
+    def piece(i: int) -> Tensor:
+        q, weights, allowed = pieces[i]
+        return choose_blocks(index_scores(q, k_td, weights, scope.acc), allowed, k, offset)
+
+    return torch.cat(list(in_order(piece, range(len(pieces)), scope.threads)))

@@ -7,7 +7,6 @@ to the batch, taps `….attn.wq_a.out` for every segment and lets the weight go.
 the values brings a tap.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, overload
@@ -18,6 +17,7 @@ from torch import Tensor
 from v4tool.config import ModelConfig, Numerics
 from v4tool.model.layers import rms
 from v4tool.names import Step
+from v4tool.quant._workers import Scratch
 from v4tool.quant.linear import QuantizedWeight, linear_hi, q_linear
 
 Tap = Callable[[str, Tensor], None]
@@ -44,24 +44,6 @@ class Weights(Protocol):
     def gather_rows(self, name: str, ids: Tensor) -> Tensor: ...
 
     def advise(self, names: list[str]) -> None: ...
-
-
-class Buffers(threading.local):
-    """Memory that weights are read into again and again, each thread its own.
-
-    Memory fresh from the system costs five times the reading. A weight in a buffer is valid until
-    the same thread asks for the same buffer again.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[str, Tensor] = {}
-
-    def take(self, use: str, nbytes: int) -> Tensor:
-        """At least `nbytes` uint8 of no known value, the buffer kept for this use."""
-        held = self._held.get(use)
-        if held is None or held.numel() < nbytes:
-            held = self._held[use] = torch.empty(nbytes, dtype=torch.uint8)
-        return held
 
 
 @dataclass
@@ -117,6 +99,8 @@ class Scope:
     prefix).
 
     upcoming: large weights that will be read after this block, for the reader to get ready.
+    buffers: memory that weights are read into again and again; fresh memory costs five times the
+    reading.
     """
 
     weights: Weights
@@ -126,7 +110,7 @@ class Scope:
     path: str = ""
     record: str = ""
     upcoming: tuple[str, ...] = ()
-    buffers: Buffers = field(default_factory=Buffers)
+    buffers: Scratch = field(default_factory=Scratch)
 
     def __truediv__(self, name: str) -> "Scope":
         return replace(self, path=f"{self.path}{name}.", record=f"{self.record}{name}.")
@@ -176,7 +160,9 @@ class Scope:
         one.
         """
         name = self.path + name
-        return self.weights.read(name, self.buffers.take(use, self.weights.nbytes(name)))
+        return self.weights.read(
+            name, self.buffers.take(use, self.weights.nbytes(name), torch.uint8)
+        )
 
     def quantized(self, name: str, width: int) -> QuantizedWeight:
         """A quantised weight for inputs of `width` elements: two FP4 codes share a byte (SPEC 2).
