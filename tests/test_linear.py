@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.quant_operands import READABLE, fp4, fp8, generator, needs_kernel, numerics, spread
+from tests.quant_operands import FAST, READABLE, fp4, fp8, generator, needs_kernel, numerics, spread
 from tests.quant_tables import same_bits
 from v4tool.config import Numerics
 from v4tool.errors import V4ToolError
@@ -56,6 +56,37 @@ def test_the_order_is_one_that_shows() -> None:
     x, w = spread(g, 3, 300, binades=40), spread(g, 5, 300, binades=40)
     assert not same_bits(readable.product(x, w, 128), readable.product(x, w, 32))
     assert not same_bits(readable.product(x, w, 128), x @ w.T)
+
+
+def _sum_of(terms: dict[int, float], kind: str, n: Numerics) -> float:
+    """A product of ones with a weight [1, 512] of +-1 or +-2^60 at some k, otherwise 0.
+
+    At most one magnitude in each group, for a quantised one has one scale.
+    """
+    ones, values = torch.ones(1, 512).bfloat16(), torch.zeros(512)
+    for k, value in terms.items():
+        values[k] = value
+    if kind == "bf16":
+        return linear_hi(ones, values.bfloat16().unsqueeze(0), n).item()
+    codes = torch.where(values > 0, 2 if kind == "fp4" else 0x38, 0)
+    codes += torch.where(values < 0, 10 if kind == "fp4" else 0xB8, 0)
+    largest = values.abs().view(1, -1, 32 if kind == "fp4" else 128).amax(-1)
+    scale = torch.where(largest > 1, 127 + 60, 127).byte()
+    packed = codes[0::2] | codes[1::2] << 4 if kind == "fp4" else codes
+    w = QuantizedWeight(packed.byte().unsqueeze(0), scale, "fp4" if kind == "fp4" else "fp8")
+    return q_linear(ones, w, n).item()
+
+
+@pytest.mark.parametrize("backend", ["readable", *FAST])
+@pytest.mark.parametrize(("kind", "group"), [("fp4", 32), ("fp8", 128), ("bf16", 128)])
+def test_the_groups_are_these_and_are_added_in_order(backend: str, kind: str, group: int) -> None:
+    big, n = 2.0**60, numerics(backend)
+    apart = {0: 1.0, 128: big, 128 + group: -big}
+    assert _sum_of(apart, kind, n) == 0.0, "the 1 joins 2^60 before that is taken away"
+    together = {0: 1.0, 128: big, 128 + group - 1: -big}
+    assert _sum_of(together, kind, n) == 1.0, "a group is summed before it joins the 1"
+    last = {0: big, group: -big, 128 + group: 1.0}
+    assert _sum_of(last, kind, n) == 1.0, "the 1 comes last"
 
 
 def test_a_quantised_product_is_the_correctly_rounded_sum_of_its_exact_products() -> None:

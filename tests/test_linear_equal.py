@@ -6,10 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from tests.quant_operands import FAST, READABLE, THERE, fp4, fp8, generator, numerics, spread
+from tests.quant_operands import FAST, READABLE, THERE, codes, fp4, fp8, generator, numerics, spread
 from tests.quant_tables import all_bf16, same_bits
-from v4tool.quant.linear import QuantizedWeight, grouped_linear, linear_hi, q_linear
+from v4tool.config import Numerics
+from v4tool.quant.activation import to_bf16
+from v4tool.quant.linear import QuantizedWeight, dequantize, grouped_linear, linear_hi, q_linear
 
 CODES = torch.arange(256).to(torch.uint8)
 SCALES = [0, 1, 2, 3, 4, 126, 127, 128, 246, 247, 248, 253, 254, 255]
@@ -45,6 +48,44 @@ def test_every_code_of_fp8_under_scales_of_all_kinds(backend: str) -> None:
 def test_every_code_of_fp8_rounded_to_bf16(backend: str) -> None:
     w, x = every_fp8_code(), spread(generator(6), 3, 2, 256).bfloat16()
     assert same_bits(grouped_linear(x, w, numerics(backend)), grouped_linear(x, w, READABLE))
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_every_code_of_fp8_on_its_own(backend: str) -> None:
+    """Ones in columns 0 and 128, where 128 rows have all codes: the weight itself, but no -0."""
+    w, x = every_fp8_code(), torch.zeros(2, 256).bfloat16()
+    w.codes[w.codes & 0x7F == 0x7F] = 0x7E  # or nothing but NaN would come out
+    x[0, 0] = x[1, 128] = 1
+    values = dequantize(w)[:, [0, 128]].T
+    exact, rounded = to_bf16(values + 0.0), to_bf16(values) + 0.0
+    # 246 is the last scale of which no code is rounded to infinity, whose product with 0 is NaN
+    for product, last, expected in ((q_linear, 254, exact), (_ungrouped, 246, rounded)):
+        some = torch.tensor(SCALES).repeat_interleave(128) <= last
+        found = product(x, w, numerics(backend))
+        assert same_bits(found[:, some], expected[:, some]), product
+        assert found[:, -128:].isnan().all()
+
+
+def _ungrouped(x: Tensor, w: QuantizedWeight, n: Numerics) -> Tensor:
+    return grouped_linear(x.unsqueeze(1), w, n).squeeze(1)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("code", [0x00, 0x80, 0x01, 0x87, 0x7F, 0xFF])
+def test_one_zero_subnormal_or_nan_among_normal_codes(backend: str, code: int) -> None:
+    g = generator(code)
+    w = QuantizedWeight(
+        codes(g, 40, 200, low=0x08, high=0x7F) | codes(g, 40, 200, high=2) << 7,
+        torch.tensor([[120, 121]]).byte(),
+        "fp8",
+    )
+    x = spread(g, 3, 200).bfloat16()
+    for row, column in [(0, 0), (13, 31), (15, 128), (17, 70), (39, 199)]:
+        w.codes[row, column] = code
+        found = q_linear(x, w, numerics(backend))
+        assert same_bits(found, q_linear(x, w, READABLE)), (row, column)
+        assert found[:, row].isnan().all().item() == (code & 0x7F == 0x7F)
+        w.codes[row, column] = 0x38
 
 
 def test_the_weight_of_wo_a_is_rounded_to_bf16_before_the_product() -> None:
@@ -159,17 +200,19 @@ def test_any_product_with_a_weight_as_it_is(
 
 @pytest.mark.parametrize("backend", FAST)
 def test_sums_that_fp32_cannot_hold(backend: str) -> None:
-    """The kernel sums FP4 products in FP32 where that is exact; here it is not."""
-    x = torch.tensor([448.0, 2.0**-9] * 32).bfloat16()  # times 6.0 and 0.5
+    """The kernel sums FP4 products in FP32 where that is exact; here it is not.
+
+    15 times 448 * 6, two products of 2^-10 that are lost in FP32 beside those, 15 times -448 * 6.
+    """
+    x = torch.tensor([448.0] * 15 + [2.0**-9] * 2 + [448.0] * 15).bfloat16()
+    row = [0x77] * 7 + [0x17, 0xF1] + [0xFF] * 7
     w = QuantizedWeight(
-        torch.full((40, 32), 0x17, dtype=torch.uint8),
-        torch.full((40, 2), 127, dtype=torch.uint8),
-        "fp4",
+        torch.tensor([row] * 40).byte(), torch.full((40, 1), 127, dtype=torch.uint8), "fp4"
     )
-    in_fp32 = torch.tensor(16 * 448.0 * 6) + 2.0**-10
-    assert in_fp32.item() == 16 * 448 * 6
-    rows = torch.stack([x, x.flip(0), torch.ones_like(x), x, x])
-    assert same_bits(q_linear(rows, w, numerics(backend)), q_linear(rows, w, READABLE))
+    rows = torch.stack([x, x, torch.ones_like(x), -x, x])
+    found = q_linear(rows, w, numerics(backend))
+    assert found[:, 0].tolist() == [2.0**-9, 2.0**-9, 1.0, -(2.0**-9), 2.0**-9]
+    assert same_bits(found, q_linear(rows, w, READABLE))
 
 
 @pytest.mark.parametrize("backend", FAST)

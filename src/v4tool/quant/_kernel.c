@@ -28,7 +28,8 @@ static void run(const Product *p)
 /* act_quant of one block of BF16 values: their E4M3 codes, and the code of the scale as the result.
  *
  * A division by a power of two changes the exponent alone: code_of is indexed by the bits of the BF16
- * quotient without its sign. Quotients too small for that are below half a step of the grid. */
+ * quotient without its sign. A subnormal x has no such quotient, but any scale is at least 2^-22, so that
+ * it lands where all codes are zero, as it should. */
 static uint8_t quantize(const uint16_t *x, ptrdiff_t count, const uint8_t *code_of, uint8_t *codes)
 {
     uint16_t most = 0;
@@ -48,7 +49,7 @@ static uint8_t quantize(const uint16_t *x, ptrdiff_t count, const uint8_t *code_
     int code = (int)(scale.bits >> 23) + ((scale.bits & 0x7FFFFF) != 0);
     int shift = (code - 127) * 128; /* 128 steps of the bits are one of the exponent */
     for (ptrdiff_t j = 0; j < count; j++) {
-        int magnitude = x[j] & 0x7FFF, quotient = magnitude < 128 ? 0 : magnitude - shift;
+        int quotient = (x[j] & 0x7FFF) - shift;
         codes[j] = (uint8_t)((quotient < 0 ? 0 : code_of[quotient]) | (x[j] >> 8 & 0x80));
     }
     return (uint8_t)code;
