@@ -4,6 +4,7 @@ passed.
 
 import hashlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,18 +40,20 @@ def checkpoint() -> Checkpoint:
     return Checkpoint.open(CKPT)
 
 
-def dump(directory: Path, checkpoint: Checkpoint) -> None:
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -> Path:
     """The references of all cases, as `v4tool dump` leaves them."""
-    directory.mkdir(exist_ok=True)
+    directory = tmp_path_factory.mktemp("refs")
     paths = [directory / case.file for case in CASES]
     results = dump_cases(profile(), checkpoint, CASES, paths, force=True)
     enter_in_manifest(profile(), checkpoint.config, results)
+    return directory
 
 
 @pytest.fixture
-def references(tmp_path: Path, checkpoint: Checkpoint) -> Path:
-    dump(tmp_path / "refs", checkpoint)
-    return tmp_path / "refs"
+def references(tmp_path: Path, dumped: Path) -> Path:
+    """A copy of them for one test."""
+    return Path(shutil.copytree(dumped, tmp_path / "refs"))
 
 
 def state(directory: Path) -> dict[str, str]:
