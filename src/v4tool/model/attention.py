@@ -19,19 +19,13 @@ from v4tool.quant.activation import to_bf16
 from v4tool.quant.linear import grouped_linear, linear_hi
 
 TABLE_BLOCK = 64
-"""Table entries that the release's kernel takes at a time; the running maximum moves between
-blocks.
-"""
+"""Table entries that the release's kernel takes at a time; its maximum moves between blocks."""
 QUERIES_AT_ONCE = 8
-"""Queries whose gathered keys are held at a time: the memory of the core does not grow with the
-prompt.
-"""
+"""Queries whose gathered keys are held at a time, so that memory does not grow with the prompt."""
 
 
 def window_table(step: Step, window: int) -> Tensor:
-    """The window part of the index table: I64 [s, min(s, window)], or [1, window] in a decode
-    step.
-    """
+    """The window part of the index table: I64 [s, min(s, window)]; in a decode step [1, window]."""
     if step.start == 0:
         rows = torch.arange(step.tokens).unsqueeze(1)
         table = (rows - window + 1).clamp(min=0) + torch.arange(min(step.tokens, window))
@@ -45,18 +39,14 @@ def window_table(step: Step, window: int) -> Tensor:
 
 
 def all_blocks_table(step: Step, ratio: int, offset: int) -> Tensor:
-    """Every complete block of every query, -1 for those that are not complete yet: I64 [s,
-    blocks].
-    """
+    """Every complete block of every query, -1 for one not complete yet: I64 [s, blocks]."""
     blocks = torch.arange(compressed_columns(step, ratio))
     allowed = (torch.arange(step.start, step.end) + 1) // ratio
     return torch.where(blocks < allowed.unsqueeze(1), blocks + offset, -1)
 
 
 def store_window(state: LayerState, step: Step, kv: Tensor, window: int) -> None:
-    """Put the pass's rows into the ring: position t in row t % window; earlier rows are
-    overwritten.
-    """
+    """Put the pass's rows into the ring, position t in row t % window, over earlier ones."""
     if state.window is None:
         state.window = kv.new_zeros(window, kv.shape[-1])
     kept = kv[-window:]
@@ -115,16 +105,12 @@ def _attend(
 
 
 def _products(x_sMK: Tensor, w_sNK: Tensor, numerics: Numerics) -> Tensor:
-    """Each query's product, in the order of `linear_hi` and not of a library: BF16 twice -> acc
-    [s, M, N].
-    """
+    """Each query's product in linear_hi's order, not a library's: BF16 twice -> acc [s, M, N]."""
     return torch.stack([linear_hi(x, w, numerics) for x, w in zip(x_sMK, w_sNK, strict=True)])
 
 
 def queries(scope: Scope, x_TD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """The normed low-rank queries BF16 [T, q_lora_rank] and the heads' queries BF16 [T, H, C]
-    (step 1).
-    """
+    """The normed low-rank queries BF16 [T, q_lora_rank], the heads' BF16 [T, H, C] (step 1)."""
     config = scope.config
     qr = scope.tap("q_norm.out", scope.norm("q_norm", scope.linear("wq_a", x_TD)))
     q = scope.linear("wq_b", qr).unflatten(-1, (config.n_heads, config.head_dim))
@@ -141,8 +127,11 @@ def keys_values(scope: Scope, x_TD: Tensor, rotary: Rotary) -> Tensor:
 def compressed(
     scope: Scope, x_TD: Tensor, qr_TQ: Tensor, layer: int, rotary: Rotary
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Every segment's index table I64 [s, m] and compressed rows BF16 [t, C] (None without a
-    ratio; step 3).
+    """Every segment's index table and compressed rows (step 3).
+
+    I64 [s, m] and BF16 [t, C], None without a ratio.
+
+    I64 [s, m] and BF16 [t, C], None without a ratio.
     """
     config, ratio = scope.config, scope.config.ratio(layer)
     tables = [window_table(segment.step, config.window_size) for segment in scope.segments]
@@ -171,9 +160,7 @@ def core(
     blocks: Tensor | None,
     sink_H: Tensor,
 ) -> Tensor:
-    """One segment through the sparse attention, its window cache brought up to date: BF16 [s, H,
-    C].
-    """
+    """One segment through the core, its window cache brought up to date: BF16 [s, H, C]."""
     step, state = segment.step, segment.state(layer)
     store_window(state, step, kv_sC, scope.config.window_size)
     rows, table = attended_rows(state, step, kv_sC, blocks), table_sm.to(torch.int32)
@@ -186,9 +173,7 @@ def core(
 
 
 def output(scope: Scope, o_THC: Tensor, rotary: Rotary) -> Tensor:
-    """Turn the heads' results back and project them to the stream: BF16 [T, H, C] -> BF16 [T, D]
-    (step 7).
-    """
+    """Turn the heads' results back and project them: BF16 [T, H, C] -> BF16 [T, D] (step 7)."""
     config = scope.config
     o_THC = rotate(o_THC, rotary.tables, inverse=True, threads=scope.threads)
     scope.tap("rope.o_inv.out", rotated_part(o_THC, config))

@@ -25,9 +25,7 @@ EVERY_LAYER = (
 
 
 def embed(scope: Scope, path: str) -> Tensor:
-    """The embedding of the batch's ids, recorded: BF16 [T, D]. `path` names the main model's
-    matrix.
-    """
+    """The embedding of the batch's ids, recorded: BF16 [T, D]; `path` is the main matrix."""
     return scope.tap("embed.out", scope.weights.gather_rows(path, scope.ids))
 
 
@@ -37,9 +35,7 @@ def large_weights(config: ModelConfig, layer: int) -> tuple[str, ...]:
 
 
 def block(scope: Scope, x_TMD: Tensor, layer: int) -> Tensor:
-    """Attention and mixture of experts, each inside its hyper-connection: BF16 [T, M, D] -> the
-    same.
-    """
+    """Attention, then the experts, each in its hyper-connection: BF16 [T, M, D] -> the same."""
     y, post, comb = hc_pre(scope, "hc_attn", x_TMD)
     y = scope.tap("attn_norm.out", scope.norm("attn_norm", y))
     y = attention(scope / "attn", y, layer)
@@ -56,9 +52,7 @@ def last_rows(scope: Scope, x: Tensor) -> Tensor:
 
 
 def logits(scope: Scope, y_TD: Tensor, matrix: str) -> Tensor:
-    """The last position's logits of every segment: BF16 [T, D] -> acc [segments, V], matrix in
-    pieces.
-    """
+    """The last positions' logits: BF16 [T, D] -> acc [segments, V], the matrix in pieces."""
     last = last_rows(scope, y_TD)
     size = scope.config.vocab_size
     row_bytes = scope.weights.nbytes(matrix) // size
@@ -74,9 +68,7 @@ def logits(scope: Scope, y_TD: Tensor, matrix: str) -> Tensor:
 
 
 def head(scope: Scope, x_TMD: Tensor, matrix: str) -> Tensor:
-    """Streams to logits, `norm.out` and `head.out` recorded: BF16 [T, M, D] -> acc [segments,
-    V].
-    """
+    """Streams to logits, `norm.out`, `head.out` recorded: BF16 [T, M, D] -> acc [segments, V]."""
     y = scope.tap("norm.out", scope.norm("norm", hc_head(scope, x_TMD)))
     result = logits(scope, y, matrix)
     tap_logits(scope, "head.out", result)
@@ -90,9 +82,7 @@ def tap_logits(scope: Scope, name: str, logits_nV: Tensor) -> None:
 
 
 def mtp_input(scope: Scope, h_TMD: Tensor, embedding: str) -> Tensor:
-    """What enters the MTP block: the embedding joined to each stream, BF16 [T, M, D] (SPEC 5, MTP
-    block).
-    """
+    """The embedding joined to each stream: BF16 [T, M, D] (SPEC 5, MTP block)."""
     e = scope.tap("enorm.out", scope.norm("enorm", embed(scope, embedding)))
     e = scope.linear("e_proj", e).unsqueeze(1)
     h = scope.tap("hnorm.out", scope.norm("hnorm", h_TMD))
@@ -101,9 +91,7 @@ def mtp_input(scope: Scope, h_TMD: Tensor, embedding: str) -> Tensor:
 
 
 def mtp(scope: Scope, h_TMD: Tensor, embedding: str, matrix: str) -> Tensor:
-    """The MTP block and its head: streams of the last main layer BF16 [T, M, D] -> acc [segments,
-    V].
-    """
+    """The MTP block and its head: the main layers' streams [T, M, D] -> acc [segments, V]."""
     x = block(scope, mtp_input(scope, h_TMD, embedding), scope.config.n_layers)
     result = head(scope, x, matrix)
     tap_logits(scope, "logits.out", result)

@@ -1,5 +1,4 @@
-"""The compressor, which pools blocks of tokens into one key/value row, and the indexer, which
-chooses blocks.
+"""The compressor, which pools blocks of tokens into one row, and the indexer, which chooses blocks.
 
 SPEC section 5, Compressor and Indexer. T tokens of the batch, s of a segment, t blocks, r tokens
 per block, d the pooled width, c = 2 where blocks overlap, IH heads and ID dims of the indexer.
@@ -40,8 +39,7 @@ QUERIES_AT_ONCE = 8
 
 
 class Rotary:
-    """A layer's rotation, and the running number of `rope.rot.<i>`: what does not happen is not
-    counted.
+    """A layer's rotation, and the number of the next `rope.rot.<i>`: only what happens is counted.
 
     scope is the attention's, where rotations are recorded.
     """
@@ -84,8 +82,7 @@ def forget(state: CompressorState, kv: Tensor, gate: Tensor, step: Step, ratio: 
 
 
 def block_rows(x: Tensor, first_block: int, blocks: int, ratio: int, before: float) -> Tensor:
-    """The rows pooled into each block: acc [rows, c*d] from position 0 of its first row -> [t,
-    c*r, d].
+    """The rows pooled into each block: acc [rows, c*d] -> [t, c*r, d].
 
     x starts at the block before `first_block` if there is one. Where blocks overlap (c = 2) a
     block sees the previous block's rows in the FIRST d columns and its own in the LAST d; before
@@ -102,9 +99,7 @@ def block_rows(x: Tensor, first_block: int, blocks: int, ratio: int, before: flo
 
 
 def pool(kv: Tensor, gate: Tensor) -> Tensor:
-    """Softmax-weighted sum over a block's rows, per column: acc [t, rows, d] twice -> acc [t,
-    d].
-    """
+    """Softmax-weighted sum over a block's rows, per column: acc [t, rows, d], twice -> [t, d]."""
     e = torch.exp(gate - gate.amax(1, keepdim=True)).transpose(1, 2)
     weights = e / ordered_sum(e).unsqueeze(-1)
     return ordered_sum(kv.transpose(1, 2) * weights)
@@ -113,9 +108,7 @@ def pool(kv: Tensor, gate: Tensor) -> Tensor:
 def completed_blocks(
     state: CompressorState, step: Step, kv: Tensor, gate: Tensor, ratio: int
 ) -> Tensor | None:
-    """Take one segment's rows, acc [s, c*d] each, and pool what they complete: BF16 [t, d] or
-    None.
-    """
+    """Take one segment's rows, acc [s, c*d] each, and pool what they complete: BF16 [t, d]."""
     kv, gate = remember(state, kv, gate)
     blocks, first = complete_blocks(step, ratio), step.start // ratio
     pooled = None
@@ -128,9 +121,7 @@ def completed_blocks(
 
 
 def block_positions(step: Step, ratio: int) -> Tensor:
-    """I64 [t]: the position that each block completed in this pass is rotated at, its first
-    token's.
-    """
+    """I64 [t]: the positions that the completed blocks are rotated at, of their first tokens."""
     return torch.arange(step.start // ratio, step.end // ratio) * ratio
 
 
@@ -142,8 +133,7 @@ def compressor(
     quantize: Callable[[Tensor], Tensor],
     rotary: Rotary,
 ) -> list[Tensor]:
-    """Every segment's compressed rows, those of earlier passes and those completed now: BF16
-    [blocks, d].
+    """Every segment's compressed rows, earlier ones and those completed now: BF16 [blocks, d].
 
     x BF16 [T, D]; states: one per segment; quantize: BF16 [t, d] -> the same, what the rows go
     through after the rotation (FP8 outside the rotated dims, or Hadamard and FP4).
@@ -167,17 +157,13 @@ def compressor(
 
 
 def quantize_kv(x: Tensor, config: ModelConfig) -> Tensor:
-    """FP8 in place, in blocks of 64, on all dims but the rotated ones: BF16 [n, C] -> the same
-    (SPEC 5).
-    """
+    """FP8 in place, in blocks of 64, but for the rotated dims: BF16 [n, C] -> the same (SPEC 5)."""
     plain = x.shape[-1] - config.rope_head_dim
     return torch.cat([act_quant_inplace(x[..., :plain], KV_BLOCK), x[..., plain:]], dim=-1)
 
 
 def hadamard_fp4(x: Tensor, acc: torch.dtype, *, threads: int = 1) -> Tensor:
-    """The Hadamard rotation, then FP4 in place in blocks of 32: BF16 [..., ID] -> the same (SPEC
-    5).
-    """
+    """The Hadamard rotation, then FP4 in place in blocks of 32: BF16 [..., ID] -> the same."""
     return by_tokens(lambda p: fp4_act_quant(hadamard(p, acc), FP4_GROUP), x, threads=threads)
 
 
@@ -193,8 +179,7 @@ def index_scores(q_sHd: Tensor, k_td: Tensor, weights_sH: Tensor, acc: torch.dty
 
 
 def choose_blocks(scores_st: Tensor, allowed_s: Tensor, k: int, offset: int) -> Tensor:
-    """The k best blocks of every query, ties to the lowest: I64 [s, k], -1 where a choice is not
-    allowed.
+    """The k best blocks of every query, ties to the lowest: I64 [s, k], -1 for none.
 
     scores BF16 [s, t]; allowed I64 [s]: how many blocks are complete for the query; offset: the
     index of block 0 in the table of keys.
@@ -206,8 +191,7 @@ def choose_blocks(scores_st: Tensor, allowed_s: Tensor, k: int, offset: int) -> 
 
 
 def indexer(scope: Scope, x_TD: Tensor, qr_TQ: Tensor, layer: int, rotary: Rotary) -> list[Tensor]:
-    """Every segment's chosen blocks as rows of its table of keys: I64 [s, k], -1 for none (SPEC
-    5, Indexer).
+    """Every segment's chosen blocks as rows of its table of keys: I64 [s, k], -1 for none.
 
     x BF16 [T, D]; qr BF16 [T, q_lora_rank], the normed low-rank queries.
     """

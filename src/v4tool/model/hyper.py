@@ -14,9 +14,7 @@ from v4tool.quant.linear import linear_hi
 
 
 def hc_mixes(scope: Scope, name: str, x_TMD: Tensor) -> Tensor:
-    """The streams' projection over their common RMS: BF16 [T, M, D] -> acc [T, mixes] (SPEC 5, HC
-    pre).
-    """
+    """The streams' projection over their common RMS: BF16 [T, M, D] -> acc [T, mixes]."""
     fn = scope.weight(f"{name}_fn")
     flat = x_TMD.flatten(1)
     mixes = linear_hi(flat, fn, scope.numerics)
@@ -30,9 +28,7 @@ def _inverse_rms(flat: Tensor, scope: Scope) -> Tensor:
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """Make acc [T, M, M] nearly doubly stochastic: softmax over rows, then columns and rows in
-    turn.
-    """
+    """Make acc [T, M, M] nearly doubly stochastic: softmax over rows, then columns, rows, ..."""
     e = torch.exp(logits - logits.amax(-1, keepdim=True))
     comb = e / ordered_sum(e).unsqueeze(-1) + eps
     comb = comb / (_column_sums(comb) + eps)
@@ -47,9 +43,7 @@ def _column_sums(comb: Tensor) -> Tensor:
 
 
 def hc_split(scope: Scope, name: str, mixes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Coefficients from mixes acc [T, (2+M)M]: pre [T, M], post [T, M], comb [T, M, M] (SPEC 5,
-    HC pre).
-    """
+    """Coefficients of mixes acc [T, (2+M)M]: pre [T, M], post [T, M], comb [T, M, M] (HC pre)."""
     config, m = scope.config, scope.config.hc_mult
     base, scale = scope.weight(f"{name}_base").to(scope.acc), scope.weight(f"{name}_scale")
     of_pre, of_post, of_comb = mixes.split([m, m, m * m], dim=-1)
@@ -71,9 +65,7 @@ def weighted_streams(pre_TM: Tensor, x_TMD: Tensor, *, threads: int = 1) -> Tens
 
 
 def hc_pre(scope: Scope, name: str, x_TMD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One stream for the sub-layer, and how its result goes back: y BF16 [T, D], post, comb
-    (acc).
-    """
+    """One stream for the sub-layer, and how its result goes back: BF16 [T, D], post, comb (acc)."""
     pre, post, comb = hc_split(scope, name, hc_mixes(scope, name, x_TMD))
     scope.tap(f"{name}.pre", pre)
     scope.tap(f"{name}.post", post)

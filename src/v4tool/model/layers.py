@@ -33,8 +33,7 @@ def ordered_sum(x: Tensor) -> Tensor:
 
 
 def by_tokens(function: Callable[..., Tensor], *xs: Tensor, threads: int = 1) -> Tensor:
-    """Apply a per-token function to pieces of about `ELEMENTS_AT_ONCE` elements: [T, ...] each ->
-    [T, ...].
+    """Apply a per-token function to pieces of about `ELEMENTS_AT_ONCE` elements: [T, ...] each.
 
     The pieces depend on the shapes alone and are shared out among the threads.
     """
@@ -83,8 +82,7 @@ def rms(x: Tensor, weight: Tensor, eps: float, acc: torch.dtype, *, threads: int
 
 
 def unit_rms(x: Tensor, eps: float, acc: torch.dtype, *, threads: int = 1) -> Tensor:
-    """The weightless norm of every query head, rounded to BF16 at each step (SPEC 5, attention
-    step 1).
+    """The weightless norm of every query head, rounded to BF16 at each step (SPEC 5, step 1).
 
     x BF16 [T, H, C] -> BF16 [T, H, C]. The release writes it on BF16 tensors, so each step rounds.
     """
@@ -101,8 +99,7 @@ def unit_rms(x: Tensor, eps: float, acc: torch.dtype, *, threads: int = 1) -> Te
 
 
 def rope_frequencies(config: ModelConfig, ratio: int) -> Tensor:
-    """The rotary frequencies of a layer with this ratio: FP32 [rope_head_dim / 2] (SPEC 5, Rotary
-    tables).
+    """The rotary frequencies of a layer with this ratio: FP32 [rope_head_dim / 2] (SPEC 5).
 
     Layers without compression use rope_theta as it is; the others compress_rope_theta with YaRN.
     """
@@ -115,9 +112,7 @@ def rope_frequencies(config: ModelConfig, ratio: int) -> Tensor:
 
 
 def _yarn(config: ModelConfig, frequencies: Tensor, base: float) -> Tensor:
-    """YaRN's interpolation: full turns beyond `beta_fast` stay, below `beta_slow` are divided by
-    the factor.
-    """
+    """YaRN: frequencies of many turns stay, those of few are divided by the factor."""
     dim = config.rope_head_dim
 
     def dimension(turns: float) -> float:
@@ -135,8 +130,7 @@ def _yarn(config: ModelConfig, frequencies: Tensor, base: float) -> Tensor:
 
 
 def rope_tables(frequencies: Tensor, positions: Tensor, acc: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position times frequency: positions I64 [n] -> two acc tensors [n, dim /
-    2].
+    """Cosine and sine of position times frequency: I64 [n] -> two acc tensors [n, dim / 2].
 
     The angle is rounded to FP32; cosine and sine of that angle are evaluated in binary64 and
     rounded to FP32.

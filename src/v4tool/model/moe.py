@@ -17,21 +17,16 @@ from v4tool.quant.activation import to_bf16
 from v4tool.quant.linear import q_linear
 
 EXPERTS_AHEAD = 8
-"""Experts that the reader is told of before they are computed: 100 MB in the release, 0.2 s of a
-slow disk.
-"""
+"""Experts that the reader is told of ahead: 100 MB in the release, 0.2 s of a slow disk."""
 
 
 def scores(scope: Scope, x_TD: Tensor) -> Tensor:
-    """Affinity of every token to every expert: BF16 [T, D] -> acc [T, E], sqrt(softplus) of the
-    logits.
-    """
+    """Every token's affinity to every expert, sqrt(softplus): BF16 [T, D] -> acc [T, E]."""
     return torch.sqrt(softplus(scope.linear_hi("gate", x_TD)))
 
 
 def choose_experts(scope: Scope, scores_TE: Tensor, layer: int) -> Tensor:
-    """The experts of every token: [T, K], I32 from the token's id in hash layers, else I64 by
-    score.
+    """The experts of every token: [T, K], I32 by id in hash layers, else I64 by score.
 
     The bias only selects; ties go to the lowest index.
     """
@@ -64,9 +59,7 @@ def swiglu(gate_nI: Tensor, up_nI: Tensor, limit: float, weight_n: Tensor | None
 
 
 def expert(scope: Scope, x_nD: Tensor, weight_n: Tensor | None) -> dict[str, Tensor]:
-    """One expert on n tokens: what it records, by name, BF16 [n, ...]; `out` is its result [n,
-    D].
-    """
+    """One expert on n tokens: what it records, by name, BF16 [n, ...]; its result is `out`."""
     acc, limit = scope.acc, scope.config.swiglu_limit
 
     def linear(name: str, x: Tensor) -> Tensor:
@@ -82,9 +75,7 @@ def expert(scope: Scope, x_nD: Tensor, weight_n: Tensor | None) -> dict[str, Ten
 
 
 def routed_rows(experts_TK: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Every expert reached, lowest first, with the tokens I64 [n] that reach it and their places
-    in K.
-    """
+    """Every expert reached, lowest first, with its tokens I64 [n] and their places in K."""
     ordered, where = experts_TK.flatten().sort(stable=True)
     reached, counts = ordered.unique_consecutive(return_counts=True)
     for e, cells in zip(reached.tolist(), where.split(counts.tolist()), strict=True):
@@ -92,8 +83,7 @@ def routed_rows(experts_TK: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def tap_expert(scope: Scope, outputs: dict[str, Tensor], rows: Tensor) -> None:
-    """Show every segment its tokens' rows of an expert's outputs; a segment without any sees
-    nothing.
+    """Show every segment its tokens' rows of an expert's outputs, nothing where it has none.
 
     rows: I64 [n], ascending tokens of the batch.
     """
@@ -112,9 +102,7 @@ def expert_weights(scope: Scope, e: int) -> list[str]:
 
 
 def moe(scope: Scope, x_TD: Tensor, layer: int) -> Tensor:
-    """Routed experts in index order, then the shared one, summed in acc: BF16 [T, D] -> BF16 [T,
-    D].
-    """
+    """Routed experts in index order, then the shared one, summed in acc: BF16 [T, D], twice."""
     weights, experts = gate(scope, x_TD, layer)
     jobs, alone = list(routed_rows(experts)), scope.alone
     soon = [expert_weights(scope, e) for e, _, _ in jobs] + [list(scope.upcoming)]

@@ -24,9 +24,7 @@ Tap = Callable[[str, Tensor], None]
 
 
 def one_thread(numerics: Numerics) -> Numerics:
-    """The same numerics without worker threads, for work that is itself one of several threads'
-    pieces.
-    """
+    """The same numerics for work that is itself a piece of one of several threads."""
     return numerics if numerics.threads == 1 else numerics.model_copy(update={"threads": 1})
 
 
@@ -74,9 +72,7 @@ class LayerState:
 
 @dataclass(frozen=True)
 class Segment:
-    """One sequence's tokens in this pass: which step it is, their ids I64 [s], its memory, its
-    observer.
-    """
+    """One sequence's tokens in this pass: the step, their ids I64 [s], its memory, its observer."""
 
     step: Step
     ids: Tensor
@@ -95,8 +91,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Scope:
-    """A place in the module tree: `path` names weights, `record` what is tapped (after the pass
-    prefix).
+    """A place in the module tree: `path` names weights, `record` what is tapped in a pass.
 
     upcoming: large weights that will be read after this block, for the reader to get ready.
     buffers: memory that weights are read into again and again; fresh memory costs five times the
@@ -156,9 +151,7 @@ class Scope:
         return self.weights.read(self.path + name)
 
     def passing(self, name: str, use: str) -> Tensor:
-        """A weight as it is stored, in this thread's buffer for that use: gone with the next
-        one.
-        """
+        """A weight as it is stored, in this thread's buffer: gone with the next for that use."""
         name = self.path + name
         return self.weights.read(
             name, self.buffers.take(use, self.weights.nbytes(name), torch.uint8)
@@ -184,17 +177,13 @@ class Scope:
         return batch
 
     def tap_flat(self, name: str, batch: Tensor) -> Tensor:
-        """As `tap`, but as [s, ...]: for modules that the release calls on flattened tokens
-        (MoE).
-        """
+        """As `tap`, but as [s, ...]: for modules that the release calls on flat tokens (MoE)."""
         for segment, part in self.parts(batch):
             self.tap_for(segment, name, part)
         return batch
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """The quantised product with weight `name`, recorded: BF16 [T, ..., in] -> BF16 [T, ...,
-        out].
-        """
+        """The quantised product by weight `name`, recorded: BF16 [T, ..., in] -> [T, ..., out]."""
         y = q_linear(x, self.quantized(name, x.shape[-1]), self.numerics)
         return self.tap(f"{name}.out", y)
 

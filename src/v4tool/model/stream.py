@@ -20,9 +20,7 @@ EMBEDDING = "embed.weight"
 MATRIX = "head.weight"
 
 Watch = Callable[[str, str], None]
-"""Told the pass (`prefill`, `decode.0`, `mtp`) and the place (`layers.3`, `head`) that comes
-next.
-"""
+"""Told the pass (`prefill`, `decode.0`, `mtp`) and the place (`layers.3`, `head`) to come."""
 
 
 @dataclass
@@ -51,9 +49,7 @@ class Sequence:
         return segment
 
     def mtp_segments(self) -> tuple[Segment, Segment]:
-        """The MTP prefill over the prompt and the one MTP decode step, with the prompt's last
-        id.
-        """
+        """The MTP prefill over the prompt; the one MTP decode step, with the prompt's last id."""
         length = len(self.ids)
         return (
             self.segment(Step("mtp.0.prefill.", length, 0), self.ids),
@@ -63,9 +59,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Extent:
-    """How far to compute: main layers below `layers`; head and MTP only where they are asked
-    for.
-    """
+    """How far to compute: main layers below `layers`; head and MTP where they are asked for."""
 
     layers: int
     head: bool = True
@@ -78,9 +72,7 @@ class Extent:
 
 
 def through_layers(scope: Scope, extent: Extent, watch: Watch, name: str) -> Tensor:
-    """Embedding and main layers of one pass: BF16 [T, M, D], the streams after the last layer
-    computed.
-    """
+    """Embedding and main layers of one pass: BF16 [T, M, D], the last layer's streams."""
     watch(name, "embed")
     x = embed(scope, EMBEDDING).unsqueeze(1).repeat(1, scope.config.hc_mult, 1)
     for layer in range(extent.layers):
@@ -92,9 +84,7 @@ def through_layers(scope: Scope, extent: Extent, watch: Watch, name: str) -> Ten
 
 
 def through_mtp(scope: Scope, sequences: list[Sequence], x_TMD: Tensor) -> Tensor:
-    """MTP prefill and decode of all sequences as one batch, prefills first: acc [2 * sequences,
-    V].
-    """
+    """MTP prefill and decode of all sequences as one batch, prefills first: acc [2 n, V]."""
     prefills, decodes = zip(*(sequence.mtp_segments() for sequence in sequences), strict=True)
     h = torch.cat([x_TMD, last_rows(scope, x_TMD)])
     place = replace(scope, segments=prefills + decodes, path="mtp.0.", record="")
@@ -102,8 +92,7 @@ def through_mtp(scope: Scope, sequences: list[Sequence], x_TMD: Tensor) -> Tenso
 
 
 def greedy(sequences: list[Sequence], logits_nV: Tensor, number: int) -> None:
-    """Give every sequence that goes on and has no id for decode step `number` the arg-max of its
-    logits.
+    """Give sequences that need an id for decode step `number` the arg-max of their logits.
 
     The logits are compared as recorded, in FP32; the lowest index wins a tie.
     """
