@@ -21,6 +21,9 @@ FP32_HALF_ULP = 2.0**-24
 """Largest relative error of a rounding to FP32: how far a recorded acc value may be from the
 real one.
 """
+SMALLEST_NORMAL = 0x00800000
+"""FP32 bits of the smallest BF16 number that is not subnormal, 2^-126."""
+LARGEST = float(np.finfo(np.float32).max)
 DOUBLE_ROUNDING = 2.0**-23
 """Relative width around a boundary of BF16 where rounding to FP32 first may decide otherwise."""
 
@@ -66,22 +69,24 @@ def order(bits: Bits) -> Ints:
 def rounding_interval(bits: Bits) -> tuple[F64, F64]:
     """Smallest and largest magnitude that rounds to each value: uint16 [...] -> two F64 [...].
 
-    Closed, and widened by what rounding to FP32 first can change. 0 gives a negative lower end.
+    Closed, and widened by what rounding to FP32 first can change. 0 and subnormal values, whose
+    neighbours are too close for that, share the interval between the smallest normal ones.
     """
     magnitude = (bits & np.uint16(0x7FFF)).astype(np.int32) << 16
-    low = np.where(magnitude, magnitude - 0x8000, 0).view(np.float32).astype(np.float64)
-    high = (magnitude + 0x8000).view(np.float32).astype(np.float64)
-    low = np.where(magnitude, low * (1 - DOUBLE_ROUNDING), -high)
+    normal = magnitude >= SMALLEST_NORMAL
+    words = np.where(normal, magnitude, SMALLEST_NORMAL - 0x8000)
+    high = (words + 0x8000).view(np.float32).astype(np.float64)
+    low = (words - 0x8000).view(np.float32).astype(np.float64)
+    low = np.where(normal, low * (1 - DOUBLE_ROUNDING), -high)
     return low, high * (1 + DOUBLE_ROUNDING)
 
 
 def between(low: F64, high: F64) -> Mask:
     """Whether a BF16 value lies in each closed interval; empty and reversed intervals hold none."""
     with np.errstate(over="ignore", invalid="ignore"):
-        words = np.clip(high, -3e38, 3e38).astype(np.float32)
-    words = np.where(
-        words.astype(np.float64) > high, np.nextafter(words, np.float32(-np.inf)), words
-    )
+        words = np.clip(high, -LARGEST, LARGEST).astype(np.float32)
+        below = np.nextafter(words, np.float32(-np.inf))
+    words = np.where(words.astype(np.float64) > high, below, words)
     raw = words.view(np.uint32)
     negative = (raw >> np.uint32(31)).astype(bool)
     # the largest BF16 value not above `high`: towards zero if positive, away from it if negative

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from v4tool.check.bits import F64, Bits, Ints, Mask, between, number, rounding_interval, wide
+from v4tool.check.bits import (
+    F64,
+    LARGEST,
+    Bits,
+    Ints,
+    Mask,
+    between,
+    number,
+    rounding_interval,
+    wide,
+)
 from v4tool.check.book import Book
 
 VOTERS = 256
@@ -234,11 +244,10 @@ def _majority(low: F64, high: F64, votes: Ints, discrete: bool) -> tuple[float, 
 
 def _ceil_bf16(values: F64) -> F64:
     """The smallest BF16 number not below each value."""
-    with np.errstate(over="ignore"):
-        words = np.clip(values, -3e38, 3e38).astype(np.float32)
-    words = np.where(
-        words.astype(np.float64) < values, np.nextafter(words, np.float32(np.inf)), words
-    )
+    with np.errstate(over="ignore", invalid="ignore"):
+        words = np.clip(values, -LARGEST, LARGEST).astype(np.float32)
+        above = np.nextafter(words, np.float32(np.inf))
+    words = np.where(words.astype(np.float64) < values, above, words)
     raw = words.view(np.uint32)
     up = np.where(raw >> np.uint32(31), raw, raw + np.uint32(0xFFFF)) >> np.uint32(16)
     return np.where(np.isfinite(values), wide(up.astype(np.uint16)), values)
