@@ -192,7 +192,7 @@ def numerics_of(profile: Profile) -> Numerics:
 def metadata_of(
     profile: Profile, checkpoint: Checkpoint, case: Case, selection: Selection
 ) -> dict[str, str]:
-    """What a recording says of itself, besides its payload hash and the decode ids chosen."""
+    """What a recording says of itself, but for its payload hash and the decode ids chosen."""
     numerics = numerics_of(profile)
     fields = {
         "format": "v4tool-recording",
@@ -200,6 +200,8 @@ def metadata_of(
         "case": case.id,
         "profile": profile.name,
         "input_ids": json.dumps(list(case.input_ids)),
+        # room for the ids that greedy decoding will choose
+        "decode_ids": json.dumps([checkpoint.config.vocab_size] * case.decode),
         "seed": str(profile.seed),
         "threads": str(profile.threads),
         "accumulate": numerics.accumulate,
@@ -264,39 +266,25 @@ def dump_cases(
         if case.decode_ids:
             validate_ids(case.decode_ids, config.vocab_size, where=f"case {case.id}: decode_ids")
     keys = [selection.keys(config, case) for case in cases]
+    extent = union(
+        extent_of(config, case, wanted) for case, wanted in zip(cases, keys, strict=True)
+    )
+    recorders, sequences = [], []
     with ExitStack() as stack:
-        recorders = [
-            CaseRecorder(case, wanted, selection, stack.enter_context(_writer(
-                profile, checkpoint, case, selection, path, wanted, force)), progress)
-            for case, path, wanted in zip(cases, paths, keys, strict=True)
-        ]  # fmt: skip
-        sequences = [
-            stream.Sequence(list(c.input_ids), r.tap, c.decode, list(c.decode_ids))
-            for c, r in zip(cases, recorders, strict=True)
-        ]
-        extent = union(extent_of(config, case, k) for case, k in zip(cases, keys, strict=True))
+        for case, path, wanted in zip(cases, paths, keys, strict=True):
+            metadata = metadata_of(profile, checkpoint, case, selection)
+            tensors = most_tensors(config, wanted, len(case.input_ids))
+            writer = stack.enter_context(RecordingWriter(path, tensors, metadata, force=force))
+            recorder = CaseRecorder(case, wanted, selection, writer, progress)
+            ids, decode_ids = list(case.input_ids), list(case.decode_ids)
+            recorders.append(recorder)
+            sequences.append(stream.Sequence(ids, recorder.tap, case.decode, decode_ids))
         torch.set_num_threads(1)
         stream.run(checkpoint, config, numerics_of(profile), sequences, extent, progress.watch)
         return [
             _finish(recorder, sequence, checkpoint, selection, started)
             for recorder, sequence in zip(recorders, sequences, strict=True)
         ]
-
-
-def _writer(
-    profile: Profile,
-    checkpoint: Checkpoint,
-    case: Case,
-    selection: Selection,
-    path: Path,
-    keys: Keys,
-    force: bool,
-) -> RecordingWriter:
-    metadata = metadata_of(profile, checkpoint, case, selection)
-    # room for the ids that greedy decoding will choose
-    metadata["decode_ids"] = json.dumps([checkpoint.config.vocab_size] * case.decode)
-    tensors = most_tensors(checkpoint.config, keys, len(case.input_ids))
-    return RecordingWriter(path, tensors, metadata, force=force)
 
 
 def _finish(

@@ -405,7 +405,6 @@ def regen(
     from v4tool.report import check as report
     from v4tool.report import tables
     from v4tool.report.progress import DumpProgress
-    from v4tool.verify.walk import verify_file
 
     settled = settle(profile, ckpt=ckpt, threads=threads, backend=backend)
     folder = directory or settled.out_dir
@@ -418,11 +417,7 @@ def regen(
             tables.show(report.plan_table(planned))
         return
     with open_checkpoint(settled, quiet=quiet) as checkpoint:
-
-        def judge(path: Path) -> making.Verified:
-            found = verify_file(path, checkpoint.directory, jobs=settled.threads)
-            return making.Verified(found.passed, found.evidence(), list(found.findings))
-
+        judge = making.verifier(checkpoint.directory, jobs=settled.threads)
         steps = dumping.steps(checkpoint.config, cases, dumping.Selection())
         with DumpProgress(
             steps, lambda: checkpoint.bytes_read, dumping.peak_rss, quiet=quiet
