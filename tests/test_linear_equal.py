@@ -82,18 +82,34 @@ def test_one_zero_subnormal_or_nan_among_normal_codes(backend: str, code: int) -
     x = spread(g, 3, 200).bfloat16()
     for row, column in [(0, 0), (13, 31), (15, 128), (17, 70), (39, 199)]:
         w.codes[row, column] = code
+        x[0] = torch.arange(200) == column
         found = q_linear(x, w, numerics(backend))
         assert same_bits(found, q_linear(x, w, READABLE)), (row, column)
-        assert found[:, row].isnan().all().item() == (code & 0x7F == 0x7F)
+        alone = to_bf16(dequantize(w)[row, column] + 0.0)
+        assert same_bits(found[0, row], alone), (row, column)
         w.codes[row, column] = 0x38
 
 
-def test_the_weight_of_wo_a_is_rounded_to_bf16_before_the_product() -> None:
-    """2^-9 * 2^-127 is below half of the smallest BF16 value, 448 * 2^127 beyond the largest."""
-    one = torch.ones(1, 1, 1).bfloat16()
-    for code, scale, expected in [(1, 0, 0.0), (0x7E, 254, math.inf), (0x38, 127, 1.0)]:
-        w = QuantizedWeight(torch.tensor([[code]]).byte(), torch.tensor([[scale]]).byte(), "fp8")
-        assert grouped_linear(one, w, READABLE).item() == expected
+@pytest.mark.parametrize("backend", ["readable", *FAST])
+@pytest.mark.parametrize(
+    ("code", "scale", "value", "why"),
+    [
+        (0x38, 127, 1.0, "nothing to round"),
+        (0x01, 0, 0.0, "2^-136 is less than half of the smallest value"),
+        (0x0B, 2, 2.0**-131 + 2.0**-132, "11 * 2^-134 is a tie, to the even 12 * 2^-134"),
+        (0x0B, 3, 11 * 2.0**-133, "the smallest scale under which nothing is rounded"),
+        (0x7E, 246, 448 * 2.0**119, "the largest such scale"),
+        (0x7E, 247, math.inf, "448 * 2^120 is beyond the largest value"),
+    ],
+)
+def test_the_weight_of_wo_a_is_rounded_to_bf16_before_the_product(
+    backend: str, code: int, scale: int, value: float, why: str
+) -> None:
+    w = QuantizedWeight(torch.full((16, 128), code).byte(), torch.tensor([[scale]]).byte(), "fp8")
+    factor = 2.0**20 if scale < 127 else 2.0**-20
+    found = grouped_linear(torch.full((2, 1, 128), factor).bfloat16(), w, numerics(backend))
+    expected = torch.full((2, 1, 16), 128 * value * factor).bfloat16()
+    assert same_bits(found, expected), why
 
 
 @pytest.mark.parametrize("backend", FAST)
