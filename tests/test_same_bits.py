@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import GOLDEN_MINI, MINI_FILES, ROOT
 
 CKPT = str(GOLDEN_MINI / "ckpt")
-GOLDEN = next(g for g in MINI_FILES if g.name == "len33")
+GOLDEN = next(g for g in MINI_FILES if g.name == "len6")
 
 
 def hashes(out: Path, *args: str, **environment: str) -> dict[str, str]:
@@ -55,7 +55,7 @@ def golden_args() -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(golden_args: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The payload hash of golden len33 that all ways must give (values of our own port, SPEC's
+    """The payload hash of golden len6 that all ways must give (values of our own port, SPEC's
     bits).
     """
     return hashes(tmp_path_factory.mktemp("reference"), *golden_args)["custom"]
