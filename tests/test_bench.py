@@ -19,7 +19,7 @@ from v4tool.checkpoint.layout import layout
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.checkpoint.synth import reduce, synth
 from v4tool.config import ModelConfig, Numerics
-from v4tool.model.block import block
+from v4tool.model.block import block, large_weights
 
 FLASH = ModelConfig.from_file(
     Path(__file__).parents[1] / "src" / "v4tool" / "data" / "flash_config.json"
@@ -123,3 +123,20 @@ def test_every_weight_is_read_once() -> None:
             block(scope / checkpoint.config.block_path(layer), streams(scope.config, 33), layer)
             assert weights.bytes_read - before == weights.bytes_used
     assert taken
+
+
+@pytest.mark.parametrize("layer", range(FLASH.n_layers + 1))
+def test_what_is_announced_is_there(layer: int) -> None:
+    """The names that the reader is told ahead exist, and are nearly all that every token reads."""
+    specs = layout(FLASH)
+    path = FLASH.block_path(layer) + "."
+    announced = sum(specs[name].nbytes for name in large_weights(FLASH, layer))
+    every = sum(
+        spec.nbytes
+        for name, spec in specs.items()
+        if name.startswith(path) and ".experts." not in name and "tid2eid" not in name
+    )
+    extra = sum(
+        specs[f"{path}{name}.weight"].nbytes for name in ("e_proj", "h_proj") if "mtp" in path
+    )
+    assert 0.95 * (every - extra) < announced < every

@@ -12,16 +12,16 @@ from v4tool.model.hyper import hc_head, hc_post, hc_pre
 from v4tool.model.moe import moe
 from v4tool.model.scope import Scope
 from v4tool.model.workers import in_order
+from v4tool.names import has_indexer
 from v4tool.quant.activation import to_bf16
 from v4tool.quant.linear import linear_hi
 
 HEAD_ROWS = 4096
 """Rows of the output matrix that are in memory at a time; whole, it is 1 GiB in the release."""
-EVERY_LAYER = (
-    *(f"attn.{name}.weight" for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")),
-    *(f"ffn.shared_experts.{name}.weight" for name in ("w1", "w3", "w2")),
-)
-"""The large weights of a block that every token needs, in the order of use."""
+EVERY_LAYER = ("attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wo_a", "attn.wo_b", "ffn.gate")
+COMPRESSOR = ("attn.compressor.wkv", "attn.compressor.wgate")
+INDEXER = ("attn.indexer.wq_b",)
+SHARED = tuple(f"ffn.shared_experts.{name}" for name in ("w1", "w3", "w2"))
 
 
 def embed(scope: Scope, path: str) -> Tensor:
@@ -31,7 +31,10 @@ def embed(scope: Scope, path: str) -> Tensor:
 
 def large_weights(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """The large weights of a layer that are read whatever the tokens: names."""
-    return tuple(f"{config.block_path(layer)}.{name}" for name in EVERY_LAYER)
+    ratio = config.ratio(layer)
+    compressor = COMPRESSOR if ratio else ()
+    names = EVERY_LAYER + compressor + (INDEXER if has_indexer(ratio) else ()) + SHARED
+    return tuple(f"{config.block_path(layer)}.{name}.weight" for name in names)
 
 
 def block(scope: Scope, x_TMD: Tensor, layer: int) -> Tensor:
