@@ -421,3 +421,28 @@ def test_a_wrong_norm_that_all_tokens_share_needs_the_weight(tmp_path: Path) -> 
         result = check(path, checkpoint=checkpoint)
     for key in keys:
         assert rules_that_name(result, key) == {"attn_norm from weights"}
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        r".*\.attn\.out|.*gate.*",
+        r".*embed\.out",
+        r"decode\.1\..*",
+        r"layers\.1\.ffn\.experts\.2\.w1\.out",
+        r"mtp\.0\.decode\..*",
+        r"layers\.[13]\..*",
+    ],
+)
+def test_part_of_a_recording_is_judged_by_what_is_there(tmp_path: Path, kept: str) -> None:
+    """Keys that an identity needs may be missing: nothing is wrong then, and nothing breaks."""
+
+    def keep(copy: Copy) -> None:
+        copy.take([k for k in copy.header if k != "__metadata__" and not re.fullmatch(kept, k)])
+        copy.header["__metadata__"]["only"] = json.dumps([kept])
+
+    path = damaged(tmp_path, keep)
+    with Checkpoint.open(GOLDEN_MINI / "ckpt") as checkpoint:
+        result = check(path, checkpoint=checkpoint, deep=True)
+    assert result.findings == []
+    assert result.keys > 0

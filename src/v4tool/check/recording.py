@@ -185,10 +185,10 @@ class _Check:
 
     def _places(self) -> list[Place]:
         """Every block of every pass, with the earlier passes over the same block."""
-        if not self.expected.ids:
+        if not self.expected.length:
             return []
         sameness = Sameness(self.source, self.book)
-        length, layers = len(self.expected.ids), range(self.config.n_layers)
+        length, layers = self.expected.length, range(self.config.n_layers)
         rows = [
             (step, layer, f"{step.prefix}layers.{layer}.")
             for step in steps_of(length, len(self.expected.decode_ids))
@@ -237,7 +237,7 @@ class _Check:
         self._hashes(sums)
         if identities and exact:
             with np.errstate(all="ignore"):
-                check_embeddings(self.expected.ids or [], self.places, self.source, self.book)
+                check_embeddings(self.expected, self.places, self.source, self.book)
                 self.unknowns.settle(discrete=lambda rule: rule != "attention")
         self.seconds["file"] = time.monotonic() - started
 

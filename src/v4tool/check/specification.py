@@ -6,6 +6,7 @@ Follows `names.recording_keys`. The routed experts depend on the data and are ju
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -30,12 +31,14 @@ INPUT_IDS = "input_ids"
 
 @dataclass
 class Expectation:
-    """What a file must be: whose input, how many decode steps, whether keys may be missing.
+    """What a file must be: of how many tokens, which ids, whether keys may be missing.
 
-    ids, decode_ids: as the file itself states them; usable: kinds of the keys that are as they
-    must be.
+    length: of the prompt, 0 where nothing says it; ids: the prompt's, None where nothing says
+    them; decode_ids: of the decode steps, -1 where nothing says them; usable: kinds of the keys
+    that are as they must be.
     """
 
+    length: int
     ids: list[int] | None
     decode_ids: list[int]
     partial: bool
@@ -43,27 +46,42 @@ class Expectation:
     keys: Keys = field(default_factory=dict)
     usable: dict[str, Kind] = field(default_factory=dict)
 
+    def ids_of(self, prefix: str, source: Source, count: int) -> list[int]:
+        """The ids of a pass of `count` tokens, by its prefix; none where nothing says them.
+
+        MTP takes the prompt's, its decode step the last of them.
+        """
+        is_mtp = prefix.startswith("mtp.")
+        own = INPUT_IDS if is_mtp else f"{prefix}{INPUT_IDS}"
+        if own in source:
+            ids = [int(i) for i in source.ints(own).reshape(-1)]
+        elif is_mtp or not prefix:
+            ids = self.ids or []
+        else:
+            ids = [i for i in [self.decode_ids[int(prefix.split(".")[1])]] if i >= 0]
+        return ids[-count:] if len(ids) >= count else []
+
 
 def expectation(
     header: Header, config: ModelConfig, *, ids: Sequence[int] | None, partial: bool
 ) -> Expectation:
-    """Read from metadata and shapes what the file claims to be; what is missing there comes
-    from `ids`.
+    """Read from metadata and shapes what the file claims to be; what is missing comes from
+    `ids`.
     """
     stated = stated_ids(header, INPUT_IDS)
-    if stated is None and INPUT_IDS in header.entries:
-        count = int(np.prod(header.entries[INPUT_IDS].shape))
-        stated = list(ids) if ids is not None and len(ids) == count else [0] * count
     if stated is None and ids is not None:
         stated = list(ids)
+    length = len(stated or [])
+    if not stated and INPUT_IDS in header.entries:
+        length, stated = math.prod(header.entries[INPUT_IDS].shape), None
     decode_ids = stated_ids(header, "decode_ids")
     if decode_ids is None:
         decode_ids = [-1] * _decode_steps(header)
     restricted = any(name in header.metadata for name in ("only", "layers"))
     mtp = config.mtp_supported and header.metadata.get("mtp") != "false"
-    found = Expectation(stated, decode_ids, partial or restricted, mtp)
-    if stated:
-        found.keys = recording_keys(config, len(stated), len(decode_ids), mtp=mtp)
+    found = Expectation(length, stated, decode_ids, partial or restricted, mtp)
+    if length:
+        found.keys = recording_keys(config, length, len(decode_ids), mtp=mtp)
     return found
 
 

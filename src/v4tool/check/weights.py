@@ -84,14 +84,6 @@ def known_weight(checkpoint: "Checkpoint", name: str) -> F64 | None:
     return numbers(checkpoint.read(name)).reshape(-1) if name in checkpoint else None
 
 
-def pass_ids(prefix: str, expected: Expectation, source: Source, count: int) -> list[int]:
-    """The ids of a pass; MTP takes the prompt's, its decode step the last of them."""
-    own = f"{prefix}input_ids"
-    if not prefix.startswith("mtp.") and own in source:
-        return [int(i) for i in source.ints(own).reshape(-1)]
-    return (expected.ids or [])[-count:]
-
-
 def check_lookups(
     places: Sequence[Place],
     expected: Expectation,
@@ -106,8 +98,10 @@ def check_lookups(
         if key not in source:
             continue
         rows = source.bits(key)
-        ids = pass_ids(prefix, expected, source, len(rows))
-        if len(ids) != len(rows) or not all(0 <= i < vocabulary for i in ids):
+        ids = expected.ids_of(prefix, source, len(rows))
+        if not ids:
+            continue
+        if not all(0 <= i < vocabulary for i in ids):
             book.report(key, "embedding", f"ids below {vocabulary}", f"{ids[:6]}")
             continue
         fresh = bits_of(checkpoint.gather_rows("embed.weight", ids))
@@ -128,7 +122,7 @@ def check_hash_routing(
             continue
         key, name = place.key("ffn.gate.out.1"), f"{place.weights}ffn.gate.tid2eid"
         found = source.ints(key)
-        ids = pass_ids(place.pass_prefix, expected, source, len(found))
+        ids = expected.ids_of(place.pass_prefix, source, len(found))
         if len(ids) == len(found) and all(0 <= i < vocabulary for i in ids):
             table = checkpoint.gather_rows(name, ids).long().numpy()
             book.equal("hash routing", key, found, table, [name])
