@@ -70,15 +70,24 @@ def _ungrouped(x: Tensor, w: QuantizedWeight, n: Numerics) -> Tensor:
     return grouped_linear(x.unsqueeze(1), w, n).squeeze(1)
 
 
+def normal_codes(g: torch.Generator, n: int, k: int) -> Tensor:
+    """E4M3 codes without zero, subnormal and NaN: the kernel widens these without its table."""
+    return codes(g, n, k, low=0x08, high=0x7F) | codes(g, n, k, high=2) << 7
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_tiles_of_rows_across_two_scales(backend: str) -> None:
+    g = generator(17)
+    w = QuantizedWeight(normal_codes(g, 160, 128), torch.tensor([[120], [123]]).byte(), "fp8")
+    x = spread(g, 3, 4, 128).bfloat16()
+    assert same_bits(grouped_linear(x, w, numerics(backend)), grouped_linear(x, w, READABLE))
+
+
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("code", [0x00, 0x80, 0x01, 0x87, 0x7F, 0xFF])
 def test_one_zero_subnormal_or_nan_among_normal_codes(backend: str, code: int) -> None:
     g = generator(code)
-    w = QuantizedWeight(
-        codes(g, 40, 200, low=0x08, high=0x7F) | codes(g, 40, 200, high=2) << 7,
-        torch.tensor([[120, 121]]).byte(),
-        "fp8",
-    )
+    w = QuantizedWeight(normal_codes(g, 40, 200), torch.tensor([[120, 121]]).byte(), "fp8")
     x = spread(g, 3, 200).bfloat16()
     for row, column in [(0, 0), (13, 31), (15, 128), (17, 70), (39, 199)]:
         w.codes[row, column] = code
@@ -139,7 +148,7 @@ SHAPES = [
     (7, 200, 1000, "rows and columns that are a multiple of nothing"),
     (300, 40, 258, "many rows of x"),
     (385, 24, 64, "one more row of x than the kernel packs at a time"),
-    (513, 24, 64, "one more than the fallback takes at a time"),
+    (257, 24, 64, "one more than the fallback takes at a time"),
     (3, 300, 2112, "several tasks, a long row"),
 ]
 

@@ -33,7 +33,7 @@ U8 = npt.NDArray[np.uint8]
 
 threadpool_limits(1, user_api="blas")  # the workers are the threads; a BLAS's own would spin
 
-_X_ROWS = 512
+_X_ROWS = 256
 _W_ROWS = 64
 _GROUPS = 16  # summed at a time where they are summed apart: bounds the memory
 _PRODUCTS, _SUMS = 2**16, 2**16  # at a time where they are summed one by one

@@ -23,9 +23,6 @@
 #else
 #define SHUFFLE(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
 #endif
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi" /* wide vectors are passed between inlined functions only */
-#endif
 
 #ifndef IN_REGISTER
 #define IN_REGISTER(v) (void)0
