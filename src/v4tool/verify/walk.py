@@ -1,61 +1,71 @@
-"""Verifies one recording: every pass, every node, in one process or in several.
+"""Verifies one recording: what is asked for, the run, coverage and verdict put together.
 
-The prefill (`llm`), the MTP decode step (`mtp_decode`) and the main stack's decode steps
-(`llm_decode`) are called in that order. In an isolated run every layer starts from recorded values,
-so layers can be shared out over processes: each runs the same passes, takes what belongs to other
-layers from the recording, and the results are put together in order of execution. Left out:
-comparing (`compare`), running a node (`runtime`), blame (`verdict`).
+Left out: running nodes (`runtime`, `passes`), comparing (`compare`), blame (`verdict`).
 """
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from multiprocessing import get_all_start_methods, get_context
-from multiprocessing.context import BaseContext
 from pathlib import Path
-
-import torch
 
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import ModelConfig
-from v4tool.errors import Finding, InputError, VtError
-from v4tool.names import Keys, layer_of, recording_keys
+from v4tool.errors import InputError, VtError
+from v4tool.names import layer_of, recording_keys
 from v4tool.verify.compare import Rule
-from v4tool.verify.language import Description, read_description
-from v4tool.verify.results import Coverage, NodeResult, VerifyResult
-from v4tool.verify.runtime import ENDS, Runtime, Scope
-from v4tool.verify.sources import (
-    OWN_DESCRIPTION,
-    CheckpointWeights,
-    Recorded,
-    decode_steps,
-    is_input,
+from v4tool.verify.coverage import (
+    checkpoint_findings,
+    coverage_findings,
+    coverage_of,
+    no_ids,
 )
+from v4tool.verify.language import Description, read_description
+from v4tool.verify.passes import PREFILL, Found, Job, Progress, run
+from v4tool.verify.results import NodeResult, Verdict, VerifyResult
+from v4tool.verify.runtime import Scope
+from v4tool.verify.sources import OWN_DESCRIPTION, Recorded, decode_steps
 from v4tool.verify.verdict import first_wrong
 
-PREFILL, MTP_DECODE, DECODE = "llm", "mtp_decode", "llm_decode"
-TASKS_PER_JOB = 3
-SELECTED = ("only", "layers", "mtp")
+SELECTED = frozenset({"only", "layers", "mtp"})
 """Metadata of a recording that says that it holds a part only."""
-
-Progress = Callable[[int, int, str], None]
-"""Told (units done, units in all, the key just judged)."""
+BEHIND_THE_LAYERS = re.compile(r"(decode\.\d+\.)?(norm|head)\.out|mtp\.")
 
 
 @dataclass(frozen=True)
-class Job:
-    """Everything that a process needs to verify some units of one recording."""
+class Request:
+    """What `verify_file` was asked for; see there."""
 
-    recording: Path
-    checkpoint: Path
-    description: Path
-    rule: Rule
-    scope: Scope
-    threads: int
-    tokens: int
-    decode: int
+    chained: bool
+    node: str | None
+    layer: int | None
+    partial: bool
+    fail_fast: bool
+    own: bool
+
+    def refuse(self, description: Description, config: ModelConfig, jobs: int) -> None:
+        """InputError, or VtError, for what there is not."""
+        if self.node is not None and self.node not in description.nodes:
+            names = ", ".join(description.nodes)
+            raise InputError(f"--node: expected one of {names}, found {self.node}")
+        if self.layer is not None and not 0 <= self.layer < config.n_layers:
+            last = config.n_layers - 1
+            raise InputError(f"--layer: expected 0 to {last}, found {self.layer}")
+        if jobs < 1:
+            raise InputError(f"--jobs: expected at least 1, found {jobs}")
+        if PREFILL not in description.nodes:
+            name = description.path.name
+            raise VtError(f"{name}: no node {PREFILL}, which runs the whole prefill")
+
+    @property
+    def restricted(self) -> bool:
+        """Whether only a part is reported."""
+        return self.node is not None or self.layer is not None
+
+    def wants(self, result: NodeResult) -> bool:
+        """Whether a node is reported."""
+        in_layer = self.layer is None or layer_of(f"{result.block}.") == self.layer
+        return in_layer and self.node in (None, result.kind)
 
 
 def verify_file(
@@ -78,104 +88,71 @@ def verify_file(
     """Verify a recording against a description of the model and a checkpoint.
 
     chained: values flow from the ids alone, instead of each node starting from recorded inputs.
-    node, layer: report only these. jobs: processes over layers (isolated runs only). vt_file:
-    somebody's own description, which is executed. partial: keys may be absent (understood where the
-    recording's metadata says so). exact: bits must be equal (default: for the own description and
-    recordings accumulated in binary64); otherwise atol and rtol decide. progress: told after each
-    layer.
+    node, layer: report only these. jobs: processes over layers (one for chained and fail-fast
+    runs). vt_file: somebody's own description, which is executed. partial: keys may be absent
+    (understood where the recording's metadata says so). exact: bits must be equal (default: for the
+    own description and recordings accumulated in binary64); otherwise atol and rtol decide.
+    fail_fast: end with the first layer that fails. progress: told after each layer.
 
     Raises CheckpointError, RecordingError, VtError, InputError for what cannot be used at all;
     everything that is wrong in the recording is in the result.
     """
     started = time.perf_counter()
-    path, directory = Path(recording_path), Path(checkpoint_dir)
     description = read_description(vt_file or OWN_DESCRIPTION)
-    recording = Recorded(path)
-    checkpoint = _open_checkpoint(directory, recording)
-    config = checkpoint.config
-    partial = partial or any(name in recording.metadata for name in SELECTED)
-    _check_request(description, config, node, layer, jobs)
-    rule = _rule(recording, atol, rtol, exact, own=vt_file is None)
-    keys = list(recording.specs)
-    tokens, decode = _tokens(recording), decode_steps(keys)
-    mtp = config.mtp_supported and (not partial or any(k.startswith("mtp.") for k in keys))
-    known = _known(config, tokens, decode, mtp=mtp)
-    scope = Scope(
-        units=_units_of(layer),
-        last_layer=_last_layer(config, keys, layer, partial=partial),
-        mtp=mtp and layer is None,
-        chained=chained,
-        partial=partial,
-        known=frozenset(known) if vt_file is not None else None,
-        fail_fast=fail_fast,
-    )
-    job = Job(path, directory, description.path, rule, scope, threads, tokens, decode)
-    if tokens:
-        found = _run(job, description, recording, checkpoint, jobs, progress)
-    else:
-        found = _Found([], [_no_ids(recording)])
-    checkpoint.close()
-    nodes = tuple(sorted(found.nodes, key=lambda result: result.order))
-    restricted = node is not None or layer is not None
-    stopped = fail_fast and any(result.fails for result in nodes)
-    coverage = _coverage(keys, nodes)
-    findings = [*_checkpoint_findings(recording, checkpoint), *found.findings]
-    if not restricted and not stopped:
-        findings += _coverage_findings(coverage)
-    verdict = first_wrong(nodes, rule)
-    if node is not None:
-        nodes = tuple(result for result in nodes if result.kind == node)
-        verdict = first_wrong(nodes, rule)
-    return VerifyResult(
-        recording=str(path),
-        checkpoint=str(directory),
-        description=description.path.name,
-        mode="chained" if chained else "isolated",
-        exact=rule.exact,
-        partial=partial,
-        restricted=restricted,
-        stopped=stopped,
-        tokens=tokens,
-        decode=decode,
-        nodes=nodes,
-        findings=tuple(findings),
-        coverage=coverage,
-        verdict=verdict,
-        jobs=jobs,
-        seconds=time.perf_counter() - started,
-    )
-
-
-# -------------------------------------------------------------------- what is asked for
-
-
-def _open_checkpoint(directory: Path, recording: Recorded) -> Checkpoint:
-    """The checkpoint; one whose MTP is of another design will do for a recording without MTP."""
-    selected = not set(SELECTED).isdisjoint(recording.metadata)
-    recorded = any(key.startswith("mtp.") for key in recording.specs)
-    return Checkpoint.open(directory, mtp=recorded or not selected)
-
-
-def _check_request(
-    description: Description, config: ModelConfig, node: str | None, layer: int | None, jobs: int
-) -> None:
-    if node is not None and node not in description.nodes:
-        names = ", ".join(description.nodes)
-        raise InputError(f"--node: expected one of {names}, found {node}")
-    if layer is not None and not 0 <= layer < config.n_layers:
-        raise InputError(f"--layer: expected 0 to {config.n_layers - 1}, found {layer}")
-    if jobs < 1:
-        raise InputError(f"--jobs: expected at least 1, found {jobs}")
-    if PREFILL not in description.nodes:
-        raise VtError(f"{description.path.name}: no node {PREFILL}, which runs the whole prefill")
+    recording = Recorded(Path(recording_path))
+    selected = not SELECTED.isdisjoint(recording.metadata)
+    request = Request(chained, node, layer, partial or selected, fail_fast, vt_file is None)
+    rule = _rule(recording, atol, rtol, exact, own=request.own)
+    has_mtp = any(key.startswith("mtp.") for key in recording.specs)
+    with Checkpoint.open(checkpoint_dir, mtp=has_mtp or not selected) as checkpoint:
+        request.refuse(description, checkpoint.config, jobs)
+        job = _job(request, recording, checkpoint, description, rule, threads)
+        found = run(job, checkpoint, jobs, progress) if job.tokens else Found()
+        result = _result(request, job, recording, checkpoint, found)
+    return replace(result, jobs=jobs, seconds=time.perf_counter() - started)
 
 
 def _rule(recording: Recorded, atol: float, rtol: float, exact: bool | None, *, own: bool) -> Rule:
-    """Exact by default where the arithmetic leaves no freedom (SPEC 4): binary64 and the own
-    description."""
+    """Exact by default where nothing is free (SPEC 4): binary64 and the own description."""
     binary64 = recording.metadata.get("accumulate", "float64") == "float64"
     exact = own and binary64 if exact is None else exact
     return Rule(atol, rtol, exact=exact, float32=own and not binary64)
+
+
+def _job(
+    request: Request,
+    recording: Recorded,
+    checkpoint: Checkpoint,
+    description: Description,
+    rule: Rule,
+    threads: int,
+) -> Job:
+    config, keys = checkpoint.config, list(recording.specs)
+    tokens, decode = _tokens(recording), decode_steps(keys)
+    has_mtp = any(key.startswith("mtp.") for key in keys)
+    mtp = config.mtp_supported and (has_mtp or not request.partial) and request.layer is None
+    alone = request.layer is not None and not request.chained
+    scope = Scope(
+        units=frozenset({f"layers.{request.layer}"}) if alone else None,
+        last_layer=_last_layer(config, keys, request),
+        mtp=mtp,
+        chained=request.chained,
+        partial=request.partial,
+        known=None if request.own else _known(config, tokens, decode),
+        fail_fast=request.fail_fast,
+    )
+    return Job(
+        recording=recording.path,
+        checkpoint=checkpoint.directory,
+        description=description.path,
+        rule=rule,
+        scope=scope,
+        threads=threads,
+        tokens=tokens,
+        decode=decode,
+        layers=config.n_layers,
+        mtp_weights=any(name.startswith("mtp.") for name in checkpoint.specs),
+    )
 
 
 def _tokens(recording: Recorded) -> int:
@@ -186,225 +163,58 @@ def _tokens(recording: Recorded) -> int:
     return shape[1] if len(shape) == 2 and shape[0] == 1 else 0
 
 
-def _no_ids(recording: Recorded) -> Finding:
-    found = "none"
-    if "input_ids" in recording:
-        found = str(list(recording.specs["input_ids"][1]))
-    return Finding("input_ids", "the prompt's ids are needed", "I64 [1, tokens]", found)
+def _known(config: ModelConfig, tokens: int, decode: int) -> frozenset[str]:
+    """Every generic key that a recording of this length may have."""
+    keys = recording_keys(config, max(tokens, 1), decode, mtp=config.mtp_supported)
+    return frozenset(keys)
 
 
-def _known(config: ModelConfig, tokens: int, decode: int, *, mtp: bool) -> Keys:
-    return recording_keys(config, max(tokens, 1), decode, mtp=mtp)
-
-
-def _units_of(layer: int | None) -> frozenset[str] | None:
-    return None if layer is None else frozenset({f"layers.{layer}"})
-
-
-def _last_layer(
-    config: ModelConfig, keys: Iterable[str], layer: int | None, *, partial: bool
-) -> int | None:
+def _last_layer(config: ModelConfig, keys: Iterable[str], request: Request) -> int | None:
     """The last main layer that has to run, None for the whole model."""
-    if layer is not None:
-        return layer
-    if not partial:
-        return None
-    keys = list(keys)
-    ends = re.compile(r"(decode\.\d+\.)?(norm|head)\.out|mtp\.")
-    if any(ends.match(key) for key in keys):
+    if request.layer is not None:
+        return request.layer
+    if not request.partial or any(BEHIND_THE_LAYERS.match(key) for key in keys):
         return None
     return max((n for n in map(layer_of, keys) if n is not None), default=-1)
 
 
-# -------------------------------------------------------------------- running
-
-
-@dataclass
-class _Found:
-    nodes: list[NodeResult]
-    findings: list[Finding]
-
-
-def _run(
-    job: Job,
-    description: Description,
-    recording: Recorded,
-    checkpoint: Checkpoint,
-    jobs: int,
-    progress: Progress | None,
-) -> _Found:
-    config = checkpoint.config
-    every = [f"layers.{n}" for n in range(config.n_layers)]
-    units = list(job.scope.units or [ENDS, *every, *(["mtp.0"] if job.scope.mtp else [])])
-    if jobs == 1 or job.scope.chained or len(units) < 2:
-        done = _Counter(_total(job, config), progress)
-        return _passes(job, description, recording, checkpoint, done)
-    return _share_out(job, units, jobs, _Counter(_total(job, config), progress))
-
-
-class _Counter:
-    """Turns the ends of units into progress."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.done, self.total, self.progress = 0, total, progress
-
-    def __call__(self, place: str, count: int = 1) -> None:
-        self.done = min(self.done + count, self.total)
-        if self.progress is not None:
-            self.progress(self.done, self.total, place)
-
-
-def _total(job: Job, config: ModelConfig) -> int:
-    """How many outermost nodes there are about: layers, MTP and embedding, norm and head of each
-    pass."""
-    if job.scope.units is not None:
-        return len(job.scope.units) * (1 + job.decode)
-    return (config.n_layers + 3) * (1 + job.decode) + 2 * job.scope.mtp
-
-
-def _share_out(job: Job, units: list[str], jobs: int, done: _Counter) -> _Found:
-    """Groups of units, each in a process of a pool; who takes which makes no difference."""
-    ends = [u for u in units if not u.startswith("layers.")]
-    layers = [u for u in units if u.startswith("layers.")]
-    size = -(-len(layers) // (jobs * TASKS_PER_JOB))
-    groups = [ends, *(layers[i : i + size] for i in range(0, len(layers), size))]
-    tasks = [_restricted(job, group) for group in groups if group]
-    found = _Found([], [])
-    with ProcessPoolExecutor(jobs, mp_context=_context()) as pool:
-        futures = {pool.submit(_task, task): task for task in tasks}
-        for future in as_completed(futures):
-            part = future.result()
-            found.nodes += part.nodes
-            found.findings += part.findings
-            done(str(len(part.nodes)), len(futures[future].scope.units or ()) * (1 + job.decode))
-            if job.scope.fail_fast and any(result.fails for result in part.nodes):
-                pool.shutdown(cancel_futures=True)
-                break
-    found.findings = list(dict.fromkeys(sorted(found.findings, key=lambda f: f.key)))
-    return found
-
-
-def _restricted(job: Job, units: list[str]) -> Job:
-    """The job for some units: it ends behind the last layer among them where it can."""
-    layers = [int(u.removeprefix("layers.")) for u in units if u.startswith("layers.")]
-    last = max(layers) if len(layers) == len(units) else job.scope.last_layer
-    mtp = job.scope.mtp and "mtp.0" in units
-    scope = replace(job.scope, units=frozenset(units), last_layer=last, mtp=mtp)
-    return replace(job, scope=scope)
-
-
-def _context() -> BaseContext:
-    """Processes that start quickly and share no threads with this one."""
-    if "forkserver" in get_all_start_methods():
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["v4tool.verify.walk"])
-        return context
-    return get_context("spawn")
-
-
-def _task(job: Job) -> _Found:
-    """One group of units, in a process of its own."""
-    description = read_description(job.description)
-    recording = Recorded(job.recording)
-    with _open_checkpoint(job.checkpoint, recording) as checkpoint:
-        return _passes(job, description, recording, checkpoint, lambda place: None)
-
-
-def _passes(
-    job: Job,
-    description: Description,
-    recording: Recorded,
-    checkpoint: Checkpoint,
-    watch: Callable[[str], None],
-) -> _Found:
-    """Every pass, in order of execution, as far as the scope asks for it."""
-    runtime = Runtime(
-        description,
-        recording,
-        CheckpointWeights(checkpoint),
-        job.rule,
-        job.scope,
-        _environment(job),
-        watch,
-    )
-    threads = torch.get_num_threads()
-    try:
-        runtime.load()
-        findings = [
-            Finding(name, "the pass cannot be run to its end", "all its inputs", problem)
-            for name, problem in _run_passes(job, description, runtime)
-        ]
-    finally:
-        torch.set_num_threads(threads)
-    return _Found(runtime.results, findings)
-
-
-def _run_passes(job: Job, description: Description, runtime: Runtime) -> Iterator[tuple[str, str]]:
-    """Run them; yields (pass, reason) for those that could not be run."""
-    calls: list[tuple[str, tuple[int, ...]]] = [(PREFILL, ())]
-    if job.scope.mtp and MTP_DECODE in description.nodes:
-        calls.append((MTP_DECODE, ()))
-    if job.scope.units is None or job.scope.units != {"mtp.0"}:
-        calls += [(DECODE, (step,)) for step in range(job.decode)]
-    for number, (name, args) in enumerate(calls):
-        if name not in description.nodes:
-            yield name, f"{description.path.name} has no node {name}"
-            continue
-        number = number if name != DECODE else 2 + args[0]
-        problem = runtime.run_pass(number, name, *args)
-        if job.scope.fail_fast and any(result.fails for result in runtime.results):
-            return
-        if problem:
-            yield name + "".join(f"({a})" for a in args), problem
-
-
-def _environment(job: Job) -> dict[str, str]:
-    return {
-        "VT_WEIGHT_FILE": str(job.checkpoint / "model.safetensors.index.json"),
-        "VT_ACTIVATION_FILE": str(job.recording),
-        "VT_NUM_THREADS": str(job.threads),
-    }
-
-
-# -------------------------------------------------------------------- what was covered
-
-
-def _coverage(keys: Iterable[str], nodes: Iterable[NodeResult]) -> Coverage:
-    recorded = {key for key in keys if not is_input(key)}
-    compared, missing, absent = set(), set(), set()
-    for node in nodes:
-        for comparison in node.comparisons:
-            if comparison.judged:
-                compared.add(comparison.key)
-            elif comparison.status == "missing":
-                missing.add(comparison.key)
-            else:
-                absent.add(comparison.key)
-    return Coverage(
-        recorded=len(recorded),
-        compared=len(recorded & compared),
-        uncovered=tuple(sorted(recorded - compared - absent)),
-        missing=tuple(sorted(missing)),
-        not_judged=tuple(sorted(absent - compared)),
+def _result(
+    request: Request, job: Job, recording: Recorded, checkpoint: Checkpoint, found: Found
+) -> VerifyResult:
+    every = tuple(sorted(found.nodes, key=lambda result: result.order))
+    coverage = coverage_of(recording.specs, every)
+    stopped = request.fail_fast and any(result.fails for result in every)
+    findings = checkpoint_findings(recording, checkpoint) + found.findings
+    if not job.tokens:
+        findings.append(no_ids(recording))
+    if not request.restricted and not stopped:
+        findings += coverage_findings(coverage)
+    nodes = tuple(result for result in every if request.wants(result))
+    return VerifyResult(
+        recording=str(job.recording),
+        checkpoint=str(job.checkpoint),
+        description=job.description.name,
+        mode="chained" if request.chained else "isolated",
+        exact=job.rule.exact,
+        partial=request.partial,
+        restricted=request.restricted,
+        stopped=stopped,
+        tokens=job.tokens,
+        decode=job.decode,
+        nodes=nodes,
+        findings=tuple(findings),
+        coverage=coverage,
+        verdict=_verdict(request, every, nodes, job.rule),
     )
 
 
-def _coverage_findings(coverage: Coverage) -> list[Finding]:
-    """Keys that are there and nobody's output, and keys that are an output and not there."""
-    uncovered = [
-        Finding(key, "every recorded key is the output of a node", "a node", "none")
-        for key in coverage.uncovered
-    ]
-    missing = [
-        Finding(key, "every output of a node is recorded", "the key (or --partial)", "nothing")
-        for key in coverage.missing
-    ]
-    return uncovered + missing
-
-
-def _checkpoint_findings(recording: Recorded, checkpoint: Checkpoint) -> list[Finding]:
-    recorded = recording.metadata.get("checkpoint_fingerprint")
-    if recorded is None or recorded == checkpoint.fingerprint:
-        return []
-    rule = "the recording is of this checkpoint"
-    return [Finding("checkpoint_fingerprint", rule, checkpoint.fingerprint, recorded)]
+def _verdict(
+    request: Request, every: tuple[NodeResult, ...], nodes: tuple[NodeResult, ...], rule: Rule
+) -> Verdict | None:
+    """The first wrong operator of what is reported, with all of the run as evidence."""
+    if not any(node.fails for node in nodes):
+        return None
+    found = first_wrong(every, rule)
+    if found is None or request.node in (None, found.kind):
+        return found
+    return first_wrong(nodes, rule)
