@@ -136,6 +136,13 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_description(tmp_path / "nothing.vt")
 
 
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "mine.vt"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(VtError, match=r"mine\.vt: not UTF-8 text"):
+        read_description(path)
+
+
 # ------------------------------------------------------------------ rules seen only when it runs
 
 LLM = '\n@vt.NodeChecker({}, [], [])\ndef llm():\n    node(vt.load_activation("input_ids"))\n'

@@ -10,6 +10,7 @@ import ast
 import builtins
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from v4tool.errors import VtError
@@ -84,10 +85,18 @@ def read_description(path: Path | str) -> Description:
     path = Path(path)
     try:
         source = path.read_text(encoding="utf-8")
-        tree = ast.parse(source, str(path))
     except OSError as error:
         raise VtError(f"{path}: {error.strerror}") from None
-    except (SyntaxError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise VtError(f"{path.name}: not UTF-8 text: {error.reason}") from None
+    return _parsed(path, source)
+
+
+@lru_cache(maxsize=4)
+def _parsed(path: Path, source: str) -> Description:
+    try:
+        tree = ast.parse(source, str(path))
+    except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         raise VtError(f"{path.name}:{line}: not Python: {getattr(error, 'msg', error)}") from None
     rules = _Rules(path, tree)
