@@ -34,7 +34,8 @@ config = ModelConfig.from_file(sys.argv[2])
 started = time.monotonic()
 result = check_recording(sys.argv[1], config=config, identities=sys.argv[3] == "all")
 seconds = time.monotonic() - started
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+unit = 1 if sys.platform == "darwin" else 1024
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 print(json.dumps([seconds, peak, len(result.findings), result.tied]))
 """
 

@@ -31,7 +31,8 @@ def commands() -> dict[str, list[str]]:
 
 
 def test_every_command_and_option_is_documented() -> None:
-    sections = dict(re.findall(r"^##+ `(v4tool [\w -]+)`$(.*?)(?=^##+ `|\Z)", COMMANDS, re.M | re.S))
+    section = r"^##+ `(v4tool [\w -]+)`$(.*?)(?=^##+ `|\Z)"
+    sections = dict(re.findall(section, COMMANDS, re.M | re.S))
     missing = [
         f"{name} {option}"
         for name, options in commands().items()
