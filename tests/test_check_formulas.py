@@ -17,6 +17,7 @@ from v4tool.check.bits import (
     rounding_interval,
     same,
     wide,
+    widen,
 )
 from v4tool.check.bounds import Votes, norm_bounds, sink_bounds
 from v4tool.check.values import column_residual, row_residual
@@ -108,8 +109,8 @@ def random_bits(*shape: int) -> np.ndarray:  # type: ignore[type-arg]
 
 @pytest.mark.parametrize("rows", [1, 2, 12])
 def test_the_true_weight_lies_within_the_bounds_and_a_flip_leaves_none(rows: int) -> None:
-    x, weight = wide(random_bits(rows, 64)), wide(random_bits(64))
-    scale = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+    x, weight = widen(random_bits(rows, 64)), wide(random_bits(64))
+    scale = 1 / np.sqrt(np.square(x, dtype=np.float64).mean(-1, keepdims=True) + 1e-6)
     out = rounded(weight * x * scale)
     low, high = norm_bounds(out, x, 1e-6)
     assert ((low <= weight) & (weight <= high)).all()

@@ -7,7 +7,7 @@ left to the checkpoint.
 
 import numpy as np
 
-from v4tool.check.bits import Bits, Ints, wide
+from v4tool.check.bits import Bits, Ints, widen
 from v4tool.check.book import Comparison
 from v4tool.check.bounds import Votes, norm_bounds, sink_bounds
 from v4tool.check.formulas import (
@@ -53,7 +53,7 @@ def check_low_rank(place: Place) -> None:
     for name, outputs in ties.items():
         if place.has(name):
             rows = source.bits(place.key(name))
-            place.sameness.tie(place.weights, [rows], place.prefix, outputs, name)
+            place.sameness.tie(place.weights, rows, place.prefix, outputs, name)
 
 
 def norm(place: Place, rule: str, x: str, out: str) -> None:
@@ -63,7 +63,7 @@ def norm(place: Place, rule: str, x: str, out: str) -> None:
     source, width = place.source, place.source.shape(place.key(out))[-1]
     votes = Votes(place.key(out), (place.key(x),), width, discrete=True)
     for start, stop in place.pieces(source.bits(place.key(out), 0, 1).size):
-        values = wide(source.bits(place.key(x), start, stop)).reshape(-1, width)
+        values = widen(source.bits(place.key(x), start, stop)).reshape(-1, width)
         rows = source.bits(place.key(out), start, stop).reshape(-1, width)
         votes.add(*norm_bounds(rows, values, place.config.norm_eps))
     place.unknowns.add(rule, f"{place.weights}{out.removesuffix('.out')}.weight", votes)

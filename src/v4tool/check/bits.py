@@ -55,6 +55,17 @@ def rounded(values: F64 | F32) -> Bits:
     return odd.astype(np.uint16)
 
 
+def rounded_f32(values: F32) -> F32:
+    """`rounded` as values, for what goes on in FP32: F32 [...] -> F32 [...]."""
+    words = values.view(np.uint32)
+    out = words >> np.uint32(16)
+    out &= np.uint32(1)
+    out += np.uint32(0x7FFF)
+    out += words
+    out &= np.uint32(0xFFFF0000)
+    return out.view(np.float32)
+
+
 def same(a: Bits, b: Bits) -> Mask:
     """Where two BF16 values are equal; +0 and -0 are."""
     return np.asarray((a == b) | (((a | b) & np.uint16(0x7FFF)) == 0))

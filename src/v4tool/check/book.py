@@ -6,6 +6,7 @@ there are.
 """
 
 import math
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -31,26 +32,30 @@ class Tally:
 
 
 class Book:
-    """Findings and tallies of one check."""
+    """Findings and tallies of one check; safe for use from several threads."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
         self.findings: list[Finding] = []
         self.tallies: dict[str, Tally] = {}
         self.shapes = shapes or {}
+        self._lock = threading.Lock()
 
     def applied(self, rule: str, keys: Iterable[str] = (), values: int = 0) -> Tally:
         """Note that a rule was applied to keys and values."""
         assert rule in RULES, rule
-        tally = self.tallies.setdefault(rule, Tally())
-        tally.keys.update(keys)
-        tally.values += values
+        with self._lock:
+            tally = self.tallies.setdefault(rule, Tally())
+            tally.keys.update(keys)
+            tally.values += values
         return tally
 
     def report(
         self, key: str, rule: str, expected: object, found: object, *, note: bool = False
     ) -> None:
         """Add a finding."""
-        self.applied(rule).findings += not note
+        tally = self.applied(rule)
+        with self._lock:
+            tally.findings += not note
         severity: Literal["error", "note"] = "note" if note else "error"
         self.findings.append(Finding(key, rule, str(expected), str(found), severity))
 

@@ -7,24 +7,27 @@ others outvote are named. Passes of the same layer share the weight, so bounds a
 weight and judged across passes at the end.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from v4tool.check.bits import (
+    F32,
     F64,
     LARGEST,
+    SMALLEST_NORMAL,
     Bits,
     Ints,
     Mask,
     between,
     number,
-    rounding_interval,
     wide,
 )
 from v4tool.check.book import Book
 
+Floats = F32 | F64
 VOTERS = 256
 """Rows of a pass that are kept to find the one that is wrong; further rows only narrow the
 bounds.
@@ -33,41 +36,48 @@ LOWEST = 1e300
 """Stands for a sink that is bounded by nothing from below; -inf as an upper bound says that
 none fits.
 """
-SLACK = 1e-12
-"""Relative width for the last bits of binary64, which depend on the order of a sum."""
 FP32_SLACK = 2.0**-21
-"""The same for a quotient in FP32 of values rounded to FP32, and for rounding to FP32 before
-BF16.
-"""
+"""Relative width for a quotient in FP32 of rounded values, and for rounding to FP32 before BF16."""
 
 
-def norm_bounds(out: Bits, x: F64, eps: float, spread: F64 | None = None) -> tuple[F64, F64]:
+def norm_bounds(out: Bits, x: F32, eps: float, spread: F32 | None = None) -> tuple[F32, F32]:
     """Bounds of an RMS norm's weight from out = BF16(weight * x * rsqrt(mean(x^2) + eps)).
 
-    out bits [s, n], x [s, n] -> two F64 [s, n]. spread [s, n]: how far x may be off; such
-    elements bound nothing and widen the others of their row by what they may do to the mean.
+    out bits [s, n], x [s, n] of BF16 values -> two F32 [s, n]. spread [s, n]: how far x may be
+    off; such elements bound nothing and widen the others of their row by what they may do to
+    the mean.
     """
-    mean = (x * x).mean(-1)
-    scale = np.abs(x) / np.sqrt(mean + eps)[:, None]
-    slack = np.full(len(x), SLACK)
+    mean = np.square(x, dtype=np.float64).mean(-1)
+    scale: F32 = np.abs(x)
+    scale *= (1 / np.sqrt(mean + eps))[:, None].astype(np.float32)
+    slack = np.full(len(x), FP32_SLACK, np.float32)
     if spread is not None:
-        slack += ((2 * np.abs(x) + spread) * spread).mean(-1) / (mean + eps)
-    low, high = rounding_interval(out)
+        slack += (((2 * np.abs(x) + spread) * spread).mean(-1) / (mean + eps)).astype(np.float32)
+    magnitude = (out & np.uint16(0x7FFF)).astype(np.int32) << 16
+    normal = magnitude >= SMALLEST_NORMAL
+    if not normal.all():
+        magnitude[~normal] = SMALLEST_NORMAL - 0x8000
     with np.errstate(divide="ignore", invalid="ignore"):
-        low = low / scale
-        high = high / scale
-    low -= np.abs(low) * slack[:, None]
-    high += np.abs(high) * slack[:, None]
-    zero = scale == 0
-    if zero.any():
-        possible = (out & np.uint16(0x7FFF)) == 0
-        low = np.where(zero, np.where(possible, -np.inf, np.inf), low)
-        high = np.where(zero, np.where(possible, np.inf, -np.inf), high)
-    negative = ((out >> 15) != (x < 0)) & ~zero
+        high: F32 = np.divide((magnitude + 0x8000).view(np.float32), scale)
+        low: F32 = np.divide((magnitude - 0x8000).view(np.float32), scale)
+    high *= 1 + slack[:, None]
+    low *= 1 - slack[:, None]
+    if not normal.all():
+        low[~normal] = -high[~normal]
+    _no_bounds(low, high, scale == 0, possible=~normal)
+    negative = (out >> 15) != (x < 0)
     low, high = np.where(negative, -high, low), np.where(negative, -low, high)
     if spread is not None:
         low[spread > 0], high[spread > 0] = -np.inf, np.inf
     return low, high
+
+
+def _no_bounds(low: F32, high: F32, where: Mask, possible: Mask) -> None:
+    """An input of 0 bounds nothing if its output is one too, and has no weight otherwise."""
+    if where.any():
+        free, never = where & possible, where & ~possible
+        low[free], high[free] = -np.inf, np.inf
+        low[never], high[never] = np.inf, -np.inf
 
 
 def sink_bounds(out: Bits, numerator: F64, denominator: F64, highest: F64) -> tuple[F64, F64]:
@@ -77,16 +87,19 @@ def sink_bounds(out: Bits, numerator: F64, denominator: F64, highest: F64) -> tu
     out bits [s, H, C], numerator [s, H, C], denominator and highest [s, H] -> two F64 [s, H].
     The quotients are taken in FP32, and the bounds widened by what that may cost.
     """
+    # the numerator with the sign of `out` taken off: negative where the two signs differ
+    size = numerator.astype(np.float32)
+    size.view(np.uint32)[...] ^= (out & np.uint16(0x8000)).astype(np.uint32) << np.uint32(16)
+    noise = 1e-13 * np.abs(size).max(-1, keepdims=True)
     magnitude = (out & np.uint16(0x7FFF)).astype(np.int32) << 16
-    size = np.abs(numerator.astype(np.float32))
-    noise = 1e-13 * size.max(-1, keepdims=True)
-    flipped = ((out >> 15) != (numerator < 0)) & (magnitude > 0) & (size > noise)
+    if not magnitude.all():
+        np.abs(size, out=size, where=magnitude == 0)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         high = (magnitude + 0x8000).view(np.float32)
         least = ((size - noise) / high).max(-1).astype(np.float64) * (1 - FP32_SLACK)
         low = np.maximum(magnitude - 0x8000, 0).view(np.float32)
-        most = ((size + noise) / low).min(-1).astype(np.float64) * (1 + FP32_SLACK)
-        most[flipped.any(-1)] = -np.inf
+        size += noise
+        most = np.divide(size, low, out=size).min(-1).astype(np.float64) * (1 + FP32_SLACK)
         # a sink may be so low that it hardly shows beside the denominator
         near = np.abs(most / denominator - 1) < 2 * FP32_SLACK
         most = np.where(near, denominator * (1 + 2 * FP32_SLACK), most)
@@ -107,11 +120,15 @@ class Pass:
 
 
 class Unknowns:
-    """Bounds of unknown weights, collected pass by pass. `settle` judges them across passes."""
+    """Bounds of unknown weights, collected pass by pass. `settle` judges them across passes.
+
+    Blocks may be judged in several threads and in any order: what is found does not depend on it.
+    """
 
     def __init__(self, book: Book) -> None:
         self.book = book
         self._passes: dict[tuple[str, str], list[Pass]] = {}
+        self._lock = threading.Lock()
 
     def add(self, rule: str, weight: str, votes: "Votes") -> None:
         """Judge one pass's rows and keep what they say of the weight."""
@@ -124,7 +141,8 @@ class Unknowns:
             low, high = low.copy(), high.copy()
             low[wrong], high[wrong] = -np.inf, np.inf
         known = Pass(key, of, low, high, votes.rows)
-        self._passes.setdefault((rule, weight), []).append(known)
+        with self._lock:
+            self._passes.setdefault((rule, weight), []).append(known)
 
     def _report_rows(self, rule: str, votes: "Votes", wrong: Ints) -> None:
         column = int(wrong[0])
@@ -142,7 +160,8 @@ class Unknowns:
         """Judge every weight across its passes; discrete: whether a rule's weight is a BF16
         number.
         """
-        for (rule, weight), passes in self._passes.items():
+        for (rule, weight), passes in sorted(self._passes.items()):
+            passes.sort(key=lambda one: one.key)
             if len(passes) > 1:
                 self._settle(rule, weight, passes, discrete(rule))
 
@@ -198,14 +217,14 @@ class Votes:
         self.key, self.of, self.discrete = key, of, discrete
         self.low, self.high = np.full(columns, -np.inf), np.full(columns, np.inf)
         self.rows = 0
-        self._kept: list[tuple[F64, F64]] = []
+        self._kept: list[tuple[Floats, Floats]] = []
 
     @property
     def values(self) -> int:
         """How many recorded values gave a bound."""
         return self.rows * len(self.low)
 
-    def add(self, low: F64, high: F64) -> None:
+    def add(self, low: Floats, high: Floats) -> None:
         """Take the bounds of some more rows, [rows, n] each."""
         if self.rows < VOTERS:
             self._kept.append((low, high))
@@ -219,8 +238,8 @@ class Votes:
 
     def outvoted(self, column: int) -> tuple[float, list[int]]:
         """The weight that most rows allow, and the rows that do not."""
-        low = np.concatenate([low[:, column] for low, _ in self._kept])
-        high = np.concatenate([high[:, column] for _, high in self._kept])
+        low = np.concatenate([low[:, column] for low, _ in self._kept]).astype(np.float64)
+        high = np.concatenate([high[:, column] for _, high in self._kept]).astype(np.float64)
         return _majority(low, high, np.ones(len(low), np.int64), self.discrete)
 
 

@@ -26,11 +26,11 @@ def check_equal_inputs(place: Place) -> None:
         outputs = ["ffn.shared_experts.w1.out", "ffn.shared_experts.w3.out"]
         if not place.config.is_hash(place.layer):
             outputs += ["ffn.gate.out.0", ROUTED]
-        place.sameness.tie(place.weights, [rows], place.prefix, outputs, "ffn_norm.out")
+        place.sameness.tie(place.weights, rows, place.prefix, outputs, "ffn_norm.out")
     ids = place.pass_prefix + "input_ids"
     if place.config.is_hash(place.layer) and ids in place.source:
         tokens = place.source.ints(ids).reshape(-1, 1)
-        place.sameness.tie(place.weights, [tokens], place.prefix, [ROUTED], "input_ids")
+        place.sameness.tie(place.weights, tokens, place.prefix, [ROUTED], "input_ids")
 
 
 def check_sum(place: Place) -> None:

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from v4tool.check.bits import F32, F64, Bits, Ints, rounded, wide, widen
+from v4tool.check.bits import F32, F64, Bits, Ints, rounded, rounded_f32, wide, widen
 from v4tool.config import FP4_GROUP, KV_BLOCK, ModelConfig
 from v4tool.names import Step, compressed_columns, table_offset
 
@@ -71,10 +71,12 @@ def unit_rms(q: Bits, eps: float) -> Bits:
     """
     values = widen(q)
     # a product of two BF16 values is exact in FP32
-    mean = wide(rounded(values * values)).sum(-1) / q.shape[-1]
+    squares = rounded_f32(values * values)
+    mean = squares.astype(np.float64).sum(-1) / q.shape[-1]
     variance = wide(rounded(wide(rounded(mean)) + eps))
     inverse = widen(rounded(1 / np.sqrt(variance)))
-    return rounded(values * inverse[..., None])
+    values *= inverse[..., None]
+    return rounded(values)
 
 
 def _ceil_power(amax: F64, floor: float, largest: float) -> F64:

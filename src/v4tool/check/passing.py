@@ -11,14 +11,17 @@ import numpy as np
 
 from v4tool.check.book import Book
 from v4tool.check.place import Place
-from v4tool.check.source import Array, Source, packed
+from v4tool.check.source import LARGEST_CACHED, Array, Source
 from v4tool.record.manifest import Entry as ManifestEntry
 from v4tool.record.manifest import checksum
 from v4tool.record.sweep import Header, Piece
 
 NOT_HELD = ("w1.out", "w3.out", "wgate.out", "compressor.wkv.out", "head.out", "logits.out")
 """Ends of keys that no identity reads as a whole: they are not kept while the file goes by."""
-BLOCKS_WAITING = 2
+WORKERS = 2
+"""Blocks that are judged at a time, beside the reading."""
+BLOCKS_WAITING = 3
+"""Blocks that may wait for it or be under way: their tensors are held."""
 
 
 class Holder:
@@ -26,23 +29,24 @@ class Holder:
 
     def __init__(self, source: Source, wanted: Callable[[str], bool]) -> None:
         self.source, self.wanted = source, wanted
-        self._parts: list[Array] = []
+        self._whole: Array = np.empty(0)
 
     def take(self, piece: Piece) -> None:
-        key = piece.entry.key
-        kind = self.source.kinds.get(key)
-        if kind is None or not self.wanted(key):
+        """Keep some values of an FP32 tensor, if it is wanted."""
+        entry = piece.entry
+        kind = self.source.kinds.get(entry.key)
+        if kind is None or entry.nbytes > 2 * LARGEST_CACHED or not self.wanted(entry.key):
             return
-        part = packed(piece.data, piece.entry.dtype, kind)
-        if part.base is not None:
-            part = part.copy()
-        if piece.whole:
-            self.source.put(key, part)
-            return
-        self._parts = [part] if piece.offset == 0 else [*self._parts, part]
-        if piece.last and sum(p.size for p in self._parts) * 4 == piece.entry.nbytes:
-            self.source.put(key, np.concatenate(self._parts))
-            self._parts = []
+        if piece.offset == 0:
+            self._whole = np.empty(entry.nbytes // 4, np.uint16 if kind == "bf16" else np.float32)
+        place = slice(piece.offset // 4, (piece.offset + len(piece.data)) // 4)
+        if kind == "bf16":
+            words = piece.data.view(np.uint32)
+            np.right_shift(words, np.uint32(16), out=self._whole[place], casting="unsafe")
+        else:
+            self._whole[place] = piece.data.view(np.float32)
+        if piece.last:
+            self.source.put(entry.key, self._whole)
 
 
 class Sums:
@@ -84,7 +88,7 @@ class Beside:
             if (prefix := self._prefix(key)) is not None:
                 self._left[prefix] += 1
         self._waiting: list[Future[None]] = []
-        self._pool = ThreadPoolExecutor(1)
+        self._pool = ThreadPoolExecutor(WORKERS)
 
     def _prefix(self, key: str) -> str | None:
         """The place that a key belongs to: what stands before the first module's name."""

@@ -6,6 +6,7 @@ come out the same.
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -21,35 +22,60 @@ from v4tool.config import ModelConfig
 from v4tool.names import Kind, Step, pass_of
 
 RULE = "same in, same out"
-VALUES_AT_ONCE = 1 << 19
+VALUES_AT_ONCE = 1 << 17
 """Values of one key that an identity works on at a time: they stay in the cache."""
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """Rows that went into weights in one pass: a digest each; outputs: ends of keys with the
+    same rows.
+    """
+
+    prefix: str
+    of: str
+    digests: list[int]
+    outputs: tuple[str, ...]
+
+
 class Sameness:
-    """Rows that went into weights, by weight; `tie` compares the outputs of equal ones."""
+    """Equal rows into the same weights must have come out equal. Collected by pass, judged at
+    the end.
+    """
 
     def __init__(self, source: Source, book: Book) -> None:
         self.source, self.book = source, book
-        self._seen: dict[tuple[str, bytes], tuple[str, int]] = {}
+        self._inputs: dict[str, list[Inputs]] = {}
+        self._lock = threading.Lock()
 
     def tie(
-        self, weights: str, inputs: Sequence[Array], prefix: str, outputs: Sequence[str], of: str
+        self, weights: str, inputs: Array, prefix: str, outputs: Sequence[str], of: str
     ) -> None:
-        """Rows of one pass: inputs [rows, ...] each; outputs: ends of keys that have the same rows.
+        """Rows of one pass, inputs [rows, ...]; outputs: ends of keys that have the same rows.
 
         weights: what the passes that share these weights have in common; of: the input's name.
         """
-        present = [name for name in outputs if prefix + name in self.source]
-        rows = len(inputs[0])
-        self.book.applied(RULE, [prefix + name for name in present], rows)
-        pairs = []
-        for row in range(rows if present else 0):
-            digest = b"".join(_digest(values[row]) for values in inputs)
-            first = self._seen.setdefault((weights + of, digest), (prefix, row))
-            if first != (prefix, row):
-                pairs.append((row, *first))
-        for name in present:
-            self._compare(prefix, name, pairs, of)
+        present = tuple(name for name in outputs if prefix + name in self.source)
+        self.book.applied(RULE, [prefix + name for name in present], len(inputs))
+        if present:
+            digests = [hash(row.tobytes()) for row in inputs]
+            with self._lock:
+                same_weights = self._inputs.setdefault(weights + of, [])
+                same_weights.append(Inputs(prefix, of, digests, present))
+
+    def settle(self) -> None:
+        """Compare the outputs of equal inputs, the prefill's first."""
+        for _, passes in sorted(self._inputs.items()):
+            first: dict[int, tuple[str, int]] = {}
+            for one in sorted(passes, key=lambda one: (pass_of(one.prefix), one.prefix)):
+                pairs = []
+                for row, digest in enumerate(one.digests):
+                    known = first.setdefault(digest, (one.prefix, row))
+                    if known != (one.prefix, row):
+                        pairs.append((row, *known))
+                for name in one.outputs:
+                    self._compare(one.prefix, name, pairs, one.of)
+        self._inputs.clear()
 
     def _compare(
         self, prefix: str, name: str, pairs: Sequence[tuple[int, str, int]], of: str
@@ -86,10 +112,6 @@ class Sameness:
         a_token = math.prod(shape[:-1]) // source.count(key)
         values = readers[kind](key, row // a_token, row // a_token + 1)
         return np.asarray(values.reshape(a_token, -1)[row % a_token])
-
-
-def _digest(row: npt.NDArray[np.generic]) -> bytes:
-    return hash(row.tobytes()).to_bytes(8, "little", signed=True)
 
 
 @dataclass(frozen=True)

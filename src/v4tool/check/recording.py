@@ -163,6 +163,7 @@ class _Check:
         check_keys(self.header, self.expected, self.book)
         self.source = Source(self.header, self.expected.usable)
         self.unknowns = Unknowns(self.book)
+        self.sameness = Sameness(self.source, self.book)
         self.places = self._places()
 
     def close(self) -> None:
@@ -187,7 +188,6 @@ class _Check:
         """Every block of every pass, with the earlier passes over the same block."""
         if not self.expected.length:
             return []
-        sameness = Sameness(self.source, self.book)
         length, layers = self.expected.length, range(self.config.n_layers)
         rows = [
             (step, layer, f"{step.prefix}layers.{layer}.")
@@ -202,7 +202,7 @@ class _Check:
             earlier = tuple(p for p in places if p.layer == layer)
             places.append(
                 Place(self.config, step, layer, prefix, self.source, self.book, self.unknowns,
-                      sameness, earlier)
+                      self.sameness, earlier)
             )  # fmt: skip
         return places
 
@@ -238,6 +238,7 @@ class _Check:
         if identities and exact:
             with np.errstate(all="ignore"):
                 check_embeddings(self.expected, self.places, self.source, self.book)
+                self.sameness.settle()
                 self.unknowns.settle(discrete=lambda rule: rule != "attention")
         self.seconds["file"] = time.monotonic() - started
 
@@ -282,7 +283,7 @@ class _Check:
         ]
         ties = [row.tied for row in rows if row.rule.family in ("identity", "weights")]
         order = {key: place for place, key in enumerate(self.header.entries)}
-        findings = sorted(self.book.findings, key=lambda f: order.get(f.key, -1))
+        findings = sorted(self.book.findings, key=lambda f: (order.get(f.key, -1), f.rule))
         return CheckResult(
             self.header.path, findings, rows, len(self.header.entries),
             len(frozenset().union(*ties)), self.payload_sha256, self.seconds,

@@ -13,7 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from v4tool.check.attention import norm
-from v4tool.check.bits import F32, F64, FP32_HALF_ULP, Bits, number, order, rounded, same, wide
+from v4tool.check.bits import (
+    F32,
+    F64,
+    FP32_HALF_ULP,
+    Bits,
+    number,
+    order,
+    rounded,
+    rounded_f32,
+    same,
+    wide,
+    widen,
+)
 from v4tool.check.book import value_of
 from v4tool.check.bounds import Votes, norm_bounds
 from v4tool.check.place import Place
@@ -56,7 +68,7 @@ def settled(coefficients: F64, terms: Unsure) -> Unsure:
     """The BF16 value of each sum, and its spread where the sum is too close to a boundary."""
     sums, extra = mixed(coefficients, terms)
     words = sums.astype(np.float32)
-    values = wide(rounded(words))
+    values = rounded_f32(words).astype(np.float64)
     where = _close(words, coefficients, terms, extra)
     if not where.size:
         return Unsure(values)
@@ -238,8 +250,9 @@ class _Norm:
         """Take some tokens' mixed streams, [s, 1, D]."""
         if self.place.has(self.out):
             out = self.place.source.bits(self.place.key(self.out), start, stop)
-            spread = None if y.spread is None else y.spread[:, 0]
-            self.votes.add(*norm_bounds(out, y.values[:, 0], self.place.config.norm_eps, spread))
+            values = y.values[:, 0].astype(np.float32)
+            spread = None if y.spread is None else y.spread[:, 0].astype(np.float32)
+            self.votes.add(*norm_bounds(out, values, self.place.config.norm_eps, spread))
 
     def close(self) -> None:
         """Judge the weight."""
@@ -257,10 +270,10 @@ def check_mtp_input(place: Place) -> None:
     _check_hnorm(place)
     if place.has("enorm.out"):
         rows = source.bits(place.key("enorm.out"))
-        place.sameness.tie(place.weights, [rows], place.prefix, ["e_proj.out"], "enorm.out")
+        place.sameness.tie(place.weights, rows, place.prefix, ["e_proj.out"], "enorm.out")
     if place.has("hnorm.out"):
         rows = source.bits(place.key("hnorm.out")).reshape(-1, place.config.dim)
-        place.sameness.tie(place.weights, [rows], place.prefix, ["h_proj.out"], "hnorm.out")
+        place.sameness.tie(place.weights, rows, place.prefix, ["h_proj.out"], "hnorm.out")
     for name in ("out", "logits.out"):
         if place.has(name, "head.out"):
             of = place.key("head.out")
@@ -280,7 +293,7 @@ def _check_hnorm(place: Place) -> None:
     first = source.count(streams) - tokens
     votes = Votes(place.key("hnorm.out"), (streams,), dim, discrete=True)
     for start, stop in place.pieces(place.config.hc_mult * dim):
-        x = wide(source.bits(streams, first + start, first + stop)).reshape(-1, dim)
+        x = widen(source.bits(streams, first + start, first + stop)).reshape(-1, dim)
         out = source.bits(place.key("hnorm.out"), start, stop).reshape(-1, dim)
         votes.add(*norm_bounds(out, x, place.config.norm_eps))
     place.unknowns.add("hnorm", f"{place.weights}hnorm.weight", votes)
