@@ -40,19 +40,23 @@ FP32_SLACK = 2.0**-21
 """Relative width for a quotient in FP32 of rounded values, and for rounding to FP32 before BF16."""
 
 
-def norm_bounds(out: Bits, x: F32, eps: float, spread: F32 | None = None) -> tuple[F32, F32]:
+def norm_bounds(
+    out: Bits, x: F32, eps: float, unsure: tuple[Ints, F64] | None = None
+) -> tuple[F32, F32]:
     """Bounds of an RMS norm's weight from out = BF16(weight * x * rsqrt(mean(x^2) + eps)).
 
-    out bits [s, n], x [s, n] of BF16 values -> two F32 [s, n]. spread [s, n]: how far x may be
-    off; such elements bound nothing and widen the others of their row by what they may do to
-    the mean.
+    out bits [s, n], x [s, n] of BF16 values -> two F32 [s, n]. unsure: flat indices of elements
+    of x and how far they may be off; they bound nothing and widen the others of their row by
+    what they may do to the mean.
     """
     mean = np.square(x, dtype=np.float64).mean(-1)
     scale: F32 = np.abs(x)
     scale *= (1 / np.sqrt(mean + eps))[:, None].astype(np.float32)
-    slack = np.full(len(x), FP32_SLACK, np.float32)
-    if spread is not None:
-        slack += (((2 * np.abs(x) + spread) * spread).mean(-1) / (mean + eps)).astype(np.float32)
+    slack = np.full(len(x), FP32_SLACK)
+    if unsure is not None:
+        where, spread = unsure
+        rows, change = where // x.shape[1], (2 * np.abs(x.reshape(-1)[where]) + spread) * spread
+        slack += np.bincount(rows, change, len(x)) / x.shape[1] / (mean + eps)
     magnitude = (out & np.uint16(0x7FFF)).astype(np.int32) << 16
     normal = magnitude >= SMALLEST_NORMAL
     if not normal.all():
@@ -60,15 +64,15 @@ def norm_bounds(out: Bits, x: F32, eps: float, spread: F32 | None = None) -> tup
     with np.errstate(divide="ignore", invalid="ignore"):
         high: F32 = np.divide((magnitude + 0x8000).view(np.float32), scale)
         low: F32 = np.divide((magnitude - 0x8000).view(np.float32), scale)
-    high *= 1 + slack[:, None]
-    low *= 1 - slack[:, None]
+    high *= (1 + slack[:, None]).astype(np.float32)
+    low *= (1 - slack[:, None]).astype(np.float32)
     if not normal.all():
         low[~normal] = -high[~normal]
     _no_bounds(low, high, scale == 0, possible=~normal)
     negative = (out >> 15) != (x < 0)
     low, high = np.where(negative, -high, low), np.where(negative, -low, high)
-    if spread is not None:
-        low[spread > 0], high[spread > 0] = -np.inf, np.inf
+    if unsure is not None:
+        low.reshape(-1)[where], high.reshape(-1)[where] = -np.inf, np.inf
     return low, high
 
 

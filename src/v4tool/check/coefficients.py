@@ -50,7 +50,7 @@ class Coefficients:
             return
         for start in range(0, self.place.step.tokens, TOKENS):
             stop = min(start + TOKENS, self.place.step.tokens)
-            x = Unsure(entering.read(start, stop))
+            x = entering.read(start, stop)
             self._mix("hc_attn", x, start, stop, entering.of)
             middle = middle_streams(self.place, x, start, stop)
             if middle is not None:
@@ -64,8 +64,8 @@ class Coefficients:
         scale = 1 / np.sqrt(mean + self.config.norm_eps)
         sums = flat @ fn.T
         error = 1e-15 * (np.abs(flat) @ np.abs(fn).T)
-        if x.spread is not None:
-            spread = x.spread.reshape(len(flat), -1)
+        if x.spread.where.size:
+            spread = x.dense_spread().reshape(len(flat), -1)
             relative = ((2 * np.abs(flat) + spread) * spread).mean(-1, keepdims=True) / mean
             error += spread @ np.abs(fn).T + np.abs(sums) * relative
         return sums * scale, error * scale
@@ -143,8 +143,7 @@ class Coefficients:
         pre_error = error * np.abs(scale) / 4 + 1e-15
         values = (pre[:, None] @ streams.values)[:, 0]
         slack = (pre_error[:, None] @ np.abs(streams.values))[:, 0] + 1e-15 * np.abs(values)
-        if streams.spread is not None:
-            slack += (pre[:, None] @ streams.spread)[:, 0]
+        slack += (pre[:, None] @ streams.dense_spread())[:, 0]
         weight = numbers(self.checkpoint.read(f"{path}norm.weight"))
         self._normed(
             key, rounded(values - slack), rounded(values + slack), weight, [f"{path}hc_head_fn"]
@@ -159,7 +158,7 @@ class Coefficients:
         entering = Streams.before(place)
         if entering is None:
             return None
-        x = middle_streams(place, Unsure(entering.read(0, place.step.tokens)), 0, place.step.tokens)
+        x = middle_streams(place, entering.read(0, place.step.tokens), 0, place.step.tokens)
         return None if x is None else leaving_streams(place, x)
 
     def pooling(self, name: str) -> None:

@@ -94,7 +94,9 @@ def check_indexer(place: Place) -> None:
         turns.append(q[..., -rotated:].copy())
         if keys is not None:
             weights = rounded(wide(source.bits(proj, start, stop)) * factor)
-            scores = block_scores(fp4_steps(hadamard(q)), keys[0], weights)
+            # blocks that are not complete for the last of these queries are for none of them
+            seen = keys[0][: allowed[stop - 1]]
+            scores = block_scores(fp4_steps(hadamard(q)), seen, weights)
             choices.append(best_blocks(scores, allowed[start:stop], k, offset))
     if rotation in source:
         found = source.bits(rotation)

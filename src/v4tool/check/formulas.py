@@ -5,6 +5,7 @@ BF16 values come and go as bits. s tokens, H heads, C head_dim, R rotated dims, 
 and values, m entries of the index table. Left out: everything that takes a weight.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -154,10 +155,14 @@ def block_scores(q: Bits, k: Bits, weights: Bits) -> F64:
 
 
 def best_blocks(scores: F64, allowed: Ints, k: int, offset: int) -> Ints:
-    """The k best allowed blocks, ties to the lowest, -1 where there are fewer: int64 [s, k]."""
+    """The k best allowed blocks, ties to the lowest, -1 where there are fewer: int64 [s, k].
+
+    scores [s, t]; blocks that no query may see can be left out of them.
+    """
     forbidden = np.arange(scores.shape[1]) >= allowed[:, None]
     ranked = np.argsort(np.where(forbidden, np.inf, -scores), axis=1, kind="stable")[:, :k]
-    return np.where(ranked < allowed[:, None], ranked + offset, -1)
+    chosen = np.where(ranked < allowed[:, None], ranked + offset, -1)
+    return np.pad(chosen, ((0, 0), (0, k - chosen.shape[1])), constant_values=-1)
 
 
 def attention_sums(q: Bits, kv: Bits, table: Ints) -> tuple[F64, F64, F64]:
@@ -168,27 +173,66 @@ def attention_sums(q: Bits, kv: Bits, table: Ints) -> tuple[F64, F64, F64]:
     are used.
     """
     s, heads, width = q.shape
+    table, blocks = _blocks_in_use(table)
     used, place = np.unique(np.maximum(table, 0), return_inverse=True)
     # entries of -1 go to a column of their own, behind the rows that are used
     place = np.where(table < 0, len(used), place.reshape(table.shape))
-    columns = np.broadcast_to(place[:, None], (s, heads, table.shape[1]))
+    first = np.arange(s * heads).reshape(s, heads) * (len(used) + 1)
+    flat = first[..., None] + place[:, None]
     rows = wide(kv[used])
-    every = np.full((s, heads, len(used) + 1), -np.inf)
-    every[..., :-1] = (wide(q).reshape(-1, width) @ rows.T).reshape(s, heads, -1) * width**-0.5
-    scores = np.take_along_axis(every, columns, 2)
-    highest = np.full((s, heads), -np.inf)
-    p, denominator = np.zeros_like(scores), np.zeros((s, heads))
-    for start in range(0, table.shape[1], TABLE_BLOCK):
-        part = slice(start, start + TABLE_BLOCK)
-        higher = np.maximum(highest, scores[..., part].max(-1))
-        base = np.where(higher == -np.inf, 0.0, higher)
-        exact = np.exp(scores[..., part] - base[..., None])
-        before = np.exp(highest - base)
-        denominator = denominator * before + exact.sum(-1)
-        p[..., :start] *= before[..., None]
-        p[..., part] = wide(rounded(exact))
-        highest = higher
+    every = np.empty((s * heads, len(used) + 1))
+    every[:, -1] = -np.inf
+    np.matmul(wide(q).reshape(-1, width), rows.T, out=every[:, :-1])
+    every *= width**-0.5
+    p = np.take(every.reshape(-1), flat, mode="clip")
+    highest, denominator, before = _online_softmax(p, blocks)
+    _rescale(p, before, blocks)
     every[:] = 0.0
-    np.put_along_axis(every, columns, p, 2)
-    numerator = (every[..., :-1].reshape(-1, len(used)) @ rows).reshape(s, heads, width)
+    every.reshape(-1)[flat] = p
+    numerator = np.matmul(every[:, :-1], rows).reshape(s, heads, width)
     return numerator, denominator, highest
+
+
+def _blocks_in_use(table: Ints) -> tuple[Ints, list[slice]]:
+    """The table without blocks that are -1 throughout, which add nothing, and where the others
+    lie.
+    """
+    starts = range(0, table.shape[1], TABLE_BLOCK)
+    parts = [part for i in starts if ((part := table[:, i : i + TABLE_BLOCK]) >= 0).any()]
+    ends = np.cumsum([part.shape[1] for part in parts]).tolist()
+    blocks = [slice(end - part.shape[1], end) for part, end in zip(parts, ends, strict=True)]
+    return np.concatenate([table[:, :0], *parts], axis=1), blocks
+
+
+def _online_softmax(p: F64, blocks: list[slice]) -> tuple[F64, F64, list[F64]]:
+    """Scores [s, H, m] become weights, rounded to BF16, relative to the maximum when their
+    block came.
+
+    Returns the last maximum and the sum of the unrounded weights, [s, H] each, and by how much
+    what was summed before each block is scaled down when it comes.
+    """
+    highest, denominator = np.full(p.shape[:2], -np.inf), np.zeros(p.shape[:2])
+    scales = []
+    for block in blocks:
+        part = p[..., block]
+        higher = np.maximum(highest, part.max(-1))
+        base = np.where(higher == -np.inf, 0.0, higher)
+        part -= base[..., None]
+        np.exp(part, out=part)
+        scales.append(np.exp(highest - base))
+        denominator = denominator * scales[-1] + part.sum(-1)
+        part[:] = rounded_f32(part.astype(np.float32))
+        highest = higher
+    return highest, denominator, scales
+
+
+def _rescale(p: F64, scales: list[F64], blocks: list[slice]) -> None:
+    """Bring every block's weights to the last maximum, as the running sum of the kernel does."""
+    for block, later in zip(blocks[:-1], _accumulated(scales[1:]), strict=True):
+        p[..., block] *= later[..., None]
+
+
+def _accumulated(scales: list[F64]) -> list[F64]:
+    """The product of each entry and all that follow it."""
+    products = list(itertools.accumulate(reversed(scales), np.multiply))
+    return products[::-1]

@@ -34,56 +34,88 @@ Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Unsure:
-    """Values of which a few are unsure: values F64 [...], spread F64 [...] or None where all
-    are sure.
+class Few:
+    """A few places of an array and a number for each: flat indices, ascending, and F64 of that
+    length.
+    """
 
-    spread: how far the real value may lie from the one given, 0 for most.
+    where: Indices
+    amount: F64
+
+    def at(self, where: Indices) -> F64:
+        """The numbers at some flat indices, 0 where there is none."""
+        if not self.where.size:
+            return np.zeros(where.size)
+        place = np.minimum(np.searchsorted(self.where, where), self.where.size - 1)
+        return np.where(self.where[place] == where, self.amount[place], 0.0)
+
+
+NONE = Few(np.zeros(0, np.int64), np.zeros(0))
+
+
+@dataclass(frozen=True)
+class Unsure:
+    """Values F64 [s, K, D] of which a few are unsure.
+
+    spread: where, and how far the real value may lie from the one given; room: a buffer [s, 1 +
+    K, D] that holds the values behind a free first row, for `post_terms`.
     """
 
     values: F64
-    spread: F64 | None = None
+    spread: Few = NONE
+    room: F64 | None = None
+
+    def dense_spread(self) -> F64:
+        """The spread as an array of the values' shape."""
+        dense = np.zeros(self.values.shape)
+        dense.reshape(-1)[self.spread.where] = self.spread.amount
+        return dense
 
 
-def mixed(coefficients: F64, terms: Unsure) -> tuple[F64, F64 | None]:
-    """Sums of terms and how far they may be off beyond the coefficients' own rounding.
-
-    coefficients [s, J, K], terms [s, K, D] -> [s, J, D], and the same of the terms' spread.
-    """
-    sums: F64 = coefficients @ terms.values
-    if terms.spread is None:
-        return sums, None
-    return sums, np.abs(coefficients) @ terms.spread
+def with_room(s: int, k: int, d: int) -> F64:
+    """A buffer for values [s, k, d] with room for one more term in front."""
+    return np.empty((s, 1 + k, d))
 
 
-def error_at(where: Indices, coefficients: F64, terms: Unsure, extra: F64 | None) -> F64:
+def spread_of_sums(coefficients: F64, terms: Unsure) -> Few:
+    """How far sums may be off because terms are: coefficients [s, J, K], terms [s, K, D]."""
+    if not terms.spread.where.size:
+        return NONE
+    s, k, d = np.unravel_index(terms.spread.where, terms.values.shape)
+    streams, width = coefficients.shape[1], terms.values.shape[2]
+    places = (s[:, None] * streams + np.arange(streams)) * width + d[:, None]
+    amounts = np.abs(coefficients[s, :, k]) * terms.spread.amount[:, None]
+    where, back = np.unique(places, return_inverse=True)
+    totals = np.bincount(back.reshape(-1), amounts.reshape(-1), len(where))
+    return Few(where, totals.astype(np.float64))
+
+
+def error_at(where: Indices, coefficients: F64, terms: Unsure, extra: Few) -> F64:
     """How far the sums at flat indices of [s, J, D] may be off."""
     s, j, d = np.unravel_index(where, (*coefficients.shape[:2], terms.values.shape[2]))
     sizes = (np.abs(coefficients[s, j]) * np.abs(terms.values[s, :, d])).sum(-1)
-    error = FP32_HALF_ULP * (1 + 1e-6) * sizes
-    return np.asarray(error if extra is None else error + extra.reshape(-1)[where])
+    return np.asarray(FP32_HALF_ULP * (1 + 1e-6) * sizes + extra.at(where))
 
 
 def settled(coefficients: F64, terms: Unsure) -> Unsure:
-    """The BF16 value of each sum, and its spread where the sum is too close to a boundary."""
-    sums, extra = mixed(coefficients, terms)
+    """The BF16 value of each sum, unsure where the sum is too close to a boundary.
+
+    coefficients [s, J, K], terms [s, K, D] -> [s, J, D].
+    """
+    sums: F64 = coefficients @ terms.values
     words = sums.astype(np.float32)
-    values = rounded_f32(words).astype(np.float64)
+    room = with_room(*sums.shape)
+    room[:, 1:] = rounded_f32(words)
+    extra = spread_of_sums(coefficients, terms)
     where = _close(words, coefficients, terms, extra)
-    if not where.size:
-        return Unsure(values)
     error = error_at(where, coefficients, terms, extra)
     at = sums.reshape(-1)[where]
     low, high = wide(rounded(at - error)), wide(rounded(at + error))
     unsure = low != high
-    if not unsure.any():
-        return Unsure(values)
-    spread = np.zeros(values.size)
-    spread[where[unsure]] = (high - low)[unsure]
-    return Unsure(values, spread.reshape(values.shape))
+    return Unsure(room[:, 1:], Few(where[unsure], (high - low)[unsure]), room)
 
 
-def _close(words: F32, coefficients: F64, terms: Unsure, extra: F64 | None) -> Indices:
+def _close(words: F32, coefficients: F64, terms: Unsure, extra: Few) -> Indices:
     """Flat indices of the sums that may lie within their error of a BF16 boundary (some too
     many).
     """
@@ -97,10 +129,8 @@ def _close(words: F32, coefficients: F64, terms: Unsure, extra: F64 | None) -> I
     np.abs(distance, out=distance)
     # rounding to FP32 has moved the word by as much as half its last place
     error = error + np.abs(words).max(-1, keepdims=True) * np.float32(2**-24)
-    near = distance <= error
-    if extra is not None:
-        near |= extra > 0
-    return np.flatnonzero(near)
+    near = np.flatnonzero(distance <= error)
+    return np.union1d(near, extra.where) if extra.where.size else near
 
 
 class Judged:
@@ -113,13 +143,13 @@ class Judged:
 
     def add(self, start: int, found: Bits, coefficients: F64, terms: Unsure) -> None:
         """Compare found bits [s, J, D] with the sums; `start`: flat index of the first one."""
-        sums, extra = mixed(coefficients, terms)
+        sums: F64 = coefficients @ terms.values
         expected = rounded(sums)
         self.count += found.size
         where = np.flatnonzero(~same(found, expected).reshape(-1))
         if not where.size:
             return
-        error = error_at(where, coefficients, terms, extra)
+        error = error_at(where, coefficients, terms, spread_of_sums(coefficients, terms))
         at, seen = sums.reshape(-1)[where], order(found.reshape(-1)[where])
         fits = (order(rounded(at - error)) <= seen) & (seen <= order(rounded(at + error)))
         self.accepted += int(fits.sum())
@@ -164,16 +194,17 @@ class Streams:
             of = [f"{place.pass_prefix}layers.{place.layer - 1}.out"]
         return cls(place, of) if place.source.has(*of) else None
 
-    def read(self, start: int, stop: int) -> F64:
-        """BF16 values of some tokens: F64 [s, M, D]."""
-        source, place = self.place.source, self.place
-        values = wide(source.bits(self.of[0], start, stop))
-        if place.is_mtp:
-            values = values[:, None] + wide(source.bits(self.of[1], start, stop))
-            return wide(rounded(values))
-        if place.layer == 0:
-            return np.repeat(values[:, None], place.config.hc_mult, 1)
-        return values
+    def read(self, start: int, stop: int) -> Unsure:
+        """BF16 values of some tokens: [s, M, D], all of them sure."""
+        source, config = self.place.source, self.place.config
+        room = with_room(stop - start, config.hc_mult, config.dim)
+        values = widen(source.bits(self.of[0], start, stop))
+        if self.place.is_mtp:
+            sums = wide(source.bits(self.of[1], start, stop)) + values[:, None]
+            room[:, 1:] = widen(rounded(sums))
+        else:
+            room[:, 1:] = values[:, None] if self.place.layer == 0 else values
+        return Unsure(room[:, 1:], room=room)
 
 
 def check_streams(place: Place) -> None:
@@ -191,7 +222,7 @@ def check_streams(place: Place) -> None:
     judged = Judged(place, "streams", leaving, [*entering.of, *middle, *last])
     width = place.config.hc_mult * place.config.dim
     for start, stop in place.pieces(width):
-        x = Unsure(entering.read(start, stop))
+        x = entering.read(start, stop)
         attn.add(start, stop, settled(_pre(place, "hc_attn", start, stop), x))
         if not goes_on:
             continue
@@ -232,11 +263,15 @@ def post_terms(
     post = source.floats(place.key(f"{name}.post"), start, stop).astype(np.float64)
     comb = source.floats(place.key(f"{name}.comb"), start, stop).astype(np.float64)
     coefficients = np.concatenate([post[..., None], comb.swapaxes(1, 2)], axis=2)
-    y = wide(source.bits(place.key(result), start, stop))[:, None]
-    values = np.concatenate([y, x.values], axis=1)
-    if x.spread is None:
-        return coefficients, Unsure(values)
-    return coefficients, Unsure(values, np.concatenate([np.zeros_like(y), x.spread], axis=1))
+    room = x.room
+    if room is None:
+        room = with_room(*x.values.shape)
+        room[:, 1:] = x.values
+    room[:, 0] = widen(source.bits(place.key(result), start, stop))
+    # an unsure stream k of token s is term k + 1 now
+    k, width = x.values.shape[1:]
+    moved = x.spread.where + (x.spread.where // (k * width) + 1) * width
+    return coefficients, Unsure(room, Few(moved, x.spread.amount))
 
 
 class _Norm:
@@ -251,8 +286,8 @@ class _Norm:
         if self.place.has(self.out):
             out = self.place.source.bits(self.place.key(self.out), start, stop)
             values = y.values[:, 0].astype(np.float32)
-            spread = None if y.spread is None else y.spread[:, 0].astype(np.float32)
-            self.votes.add(*norm_bounds(out, values, self.place.config.norm_eps, spread))
+            unsure = y.spread.where, y.spread.amount
+            self.votes.add(*norm_bounds(out, values, self.place.config.norm_eps, unsure))
 
     def close(self) -> None:
         """Judge the weight."""

@@ -17,6 +17,11 @@ from v4tool.record.sweep import Bytes, Piece
 INFINITY = np.int32(0x7F800000)
 NEGATIVE_INFINITY = np.uint32(0xFF800000)
 FP32_ULP = 2.0**-23
+ROWS_AT_ONCE = 256
+LARGEST_TABLE = 1 << 20
+"""Rows of keys and values for which duplicates are found by marking; damaged tables may name
+more.
+"""
 
 
 class ValueRules:
@@ -129,12 +134,24 @@ def _check_part(
 def _check_duplicates(place: Place, name: str, table: Ints) -> None:
     key = place.key(name)
     place.book.applied("index duplicate", [key], table.size)
-    ordered = np.sort(table, axis=1)
-    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
-    if twice.any():
-        row = int(np.flatnonzero(twice)[0])
-        found = f"{_shown(table[row])} for token {row}; {int(twice.sum())} tokens"
+    twice = [row for start in range(0, len(table), ROWS_AT_ONCE)
+             for row in start + _with_duplicates(table[start : start + ROWS_AT_ONCE])]  # fmt: skip
+    if twice:
+        found = f"{_shown(table[twice[0]])} for token {twice[0]}; {len(twice)} tokens"
         place.book.report(key, "index duplicate", "different indices", found)
+
+
+def _with_duplicates(table: Ints) -> Ints:
+    """Rows in which an index from 0 up comes twice, by marking what is there: int64 [s, m] ->
+    [n].
+    """
+    real = table >= 0
+    if not real.any() or table.max() > LARGEST_TABLE:
+        ordered = np.sort(table, axis=1)
+        return np.flatnonzero(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1))
+    marks = np.zeros((len(table), int(table.max()) + 2), bool)
+    marks[np.arange(len(table))[:, None], np.where(real, table, -1)] = True
+    return np.flatnonzero(marks[:, :-1].sum(1) != real.sum(1))
 
 
 def _shown(row: Ints) -> str:
