@@ -78,7 +78,7 @@ def check_anchors(
     """
     reason = why_not(checkpoint)
     if reason is not None:
-        return Anchors([], f"the anchors do not apply to {checkpoint.directory}: {reason}")
+        return Anchors([], reason)
     return Anchors(run_anchors(checkpoint, cases, numerics, watch))
 
 
