@@ -14,6 +14,7 @@ from tests.conftest import GOLDEN_MINI
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import Numerics
 from v4tool.model import layers
+from v4tool.model.ahead import Announced
 from v4tool.model.attention import sparse_attn
 from v4tool.model.layers import by_tokens, sigmoid, softplus
 from v4tool.model.stream import Sequence, run
@@ -129,3 +130,42 @@ def test_abandoned_results_are_cancelled() -> None:
     results.close()
     gate.set()
     assert len(begun) <= 2 + RESULTS_AHEAD * 2
+
+
+class Reader:
+    """A dictionary as weights; `advise` waits for the gate and remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.gate, self.last = threading.Event(), threading.Event()
+        self.told: list[str] = []
+
+    def nbytes(self, name: str) -> int:
+        return 4
+
+    def read(self, name: str, buffer: Tensor | None = None) -> Tensor:
+        return torch.tensor([len(name)])
+
+    def read_rows(self, name: str, start: int, stop: int, buffer: Tensor | None = None) -> Tensor:
+        return self.read(name)[start:stop]
+
+    def gather_rows(self, name: str, ids: Tensor) -> Tensor:
+        return self.read(name)[ids]
+
+    def advise(self, names: list[str]) -> None:
+        self.gate.wait(5)
+        self.told += names
+        if "d" in names:
+            self.last.set()
+
+
+def test_announcing_does_not_wait_and_leaves_out_what_was_read() -> None:
+    """The first announcement blocks the disk's thread alone; b is read meanwhile, c is not."""
+    reader = Reader()
+    with Announced(reader) as weights:
+        weights.advise(["a"])
+        weights.advise(["b", "c"])
+        assert weights.read("b").item() == 1
+        reader.gate.set()
+        weights.advise(["d"])
+        assert reader.last.wait(5)
+    assert reader.told == ["a", "c", "d"]

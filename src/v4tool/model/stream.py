@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from v4tool.config import ModelConfig, Numerics
+from v4tool.model.ahead import Announced
 from v4tool.model.block import block, embed, head, large_weights, last_rows, mtp
 from v4tool.model.scope import LayerState, Scope, Segment, Tap, Weights
 from v4tool.names import Step, steps_of
@@ -115,15 +116,16 @@ def run(
     whole stack.
     """
     extent = extent or Extent.whole(config)
-    for number in range(1 + max(sequence.decode for sequence in sequences)):
-        going = [s for s in sequences if s.decode >= number]
-        name = f"decode.{number - 1}" if number else "prefill"
-        segments = tuple(sequence.main_segment(number) for sequence in going)
-        scope = Scope(weights, config, numerics, segments)
-        x = through_layers(scope, extent, watch, name)
-        if extent.head:
-            watch(name, "head")
-            greedy(going, head(scope, x, MATRIX), number)
-        if extent.mtp and number == 0:
-            watch("mtp", "mtp.0")
-            through_mtp(scope, going, x)
+    with Announced(weights) as announced:
+        for number in range(1 + max(sequence.decode for sequence in sequences)):
+            going = [s for s in sequences if s.decode >= number]
+            name = f"decode.{number - 1}" if number else "prefill"
+            segments = tuple(sequence.main_segment(number) for sequence in going)
+            scope = Scope(announced, config, numerics, segments)
+            x = through_layers(scope, extent, watch, name)
+            if extent.head:
+                watch(name, "head")
+                greedy(going, head(scope, x, MATRIX), number)
+            if extent.mtp and number == 0:
+                watch("mtp", "mtp.0")
+                through_mtp(scope, going, x)
