@@ -3,10 +3,12 @@
 import numpy as np
 
 from v4tool.check.attention import copy
-from v4tool.check.bits import F64, rounded, wide
+from v4tool.check.bits import F64, rounded, wide, widen
 from v4tool.check.place import Place
 
 ROUTED = "ffn.gate.out.1"
+COLUMNS_AT_ONCE = 1024
+"""Columns that are summed up at a time: they stay in the cache."""
 
 
 def check_experts(place: Place) -> None:
@@ -45,7 +47,10 @@ def check_sum(place: Place) -> None:
         rows = np.flatnonzero((routes == expert).any(1))
         if not place.has(name) or source.count(place.key(name)) != len(rows):
             return
-        total[rows] += wide(source.bits(place.key(name)))
+        result = source.bits(place.key(name))
+        for start in range(0, result.shape[1], COLUMNS_AT_ONCE):
+            columns = slice(start, start + COLUMNS_AT_ONCE)
+            total[rows, columns] += widen(result[:, columns])
         of.append(place.key(name))
     shared = place.key("ffn.shared_experts.out")
     total += wide(source.bits(shared))

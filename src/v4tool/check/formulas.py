@@ -7,6 +7,7 @@ and values, m entries of the index table. Left out: everything that takes a weig
 
 import itertools
 import math
+from functools import lru_cache
 
 import numpy as np
 
@@ -109,13 +110,21 @@ def fp4_steps(x: Bits, block: int = FP4_GROUP) -> Bits:
 def hadamard(x: Bits) -> Bits:
     """Times the natural-order Sylvester matrix over sqrt(n): bits [..., n] -> bits [..., n]."""
     n = x.shape[-1]
+    return rounded(wide(x) @ sylvester(n) * n**-0.5)
+
+
+@lru_cache
+def sylvester(n: int) -> F64:
+    """The natural-order Sylvester matrix: entry i, j is -1 to the number of ones in i AND j,
+    F64 [n, n].
+    """
     places = np.arange(n)
     overlap = places[:, None] & places
     parity = np.zeros_like(overlap)
     while overlap.any():
         parity ^= overlap & 1
         overlap >>= 1
-    return rounded(wide(x) @ (1.0 - 2.0 * parity) * n**-0.5)
+    return 1.0 - 2.0 * parity
 
 
 def window_part(config: ModelConfig, step: Step) -> Ints:
@@ -174,9 +183,7 @@ def attention_sums(q: Bits, kv: Bits, table: Ints) -> tuple[F64, F64, F64]:
     """
     s, heads, width = q.shape
     table, blocks = _blocks_in_use(table)
-    used, place = np.unique(np.maximum(table, 0), return_inverse=True)
-    # entries of -1 go to a column of their own, behind the rows that are used
-    place = np.where(table < 0, len(used), place.reshape(table.shape))
+    used, place = _rows_in_use(table, len(kv))
     first = np.arange(s * heads).reshape(s, heads) * (len(used) + 1)
     flat = first[..., None] + place[:, None]
     rows = wide(kv[used])
@@ -191,6 +198,18 @@ def attention_sums(q: Bits, kv: Bits, table: Ints) -> tuple[F64, F64, F64]:
     every.reshape(-1)[flat] = p
     numerator = np.matmul(every[:, :-1], rows).reshape(s, heads, width)
     return numerator, denominator, highest
+
+
+def _rows_in_use(table: Ints, rows: int) -> tuple[Ints, Ints]:
+    """The rows that a table names, ascending, and the table in terms of them; -1 is one behind
+    them.
+    """
+    marks = np.zeros(rows + 1, bool)
+    marks[table] = True  # -1 marks the last one
+    used = np.flatnonzero(marks[:-1])
+    rank = np.full(rows + 1, len(used))
+    rank[used] = np.arange(len(used))
+    return used, rank[table]
 
 
 def _blocks_in_use(table: Ints) -> tuple[Ints, list[slice]]:

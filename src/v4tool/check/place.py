@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -162,12 +163,14 @@ class Place:
         for start in range(0, self.step.tokens, size):
             yield start, min(start + size, self.step.tokens)
 
+    @cached_property
+    def _tables(self) -> tuple[F64, F64]:
+        return self.tables_at(np.arange(self.step.start, self.step.end))
+
     def tables(self, start: int, stop: int) -> tuple[F64, F64]:
         """Rotary tables of the pass's tokens start ... stop - 1."""
-        first = self.step.start
-        return rope_tables(
-            rope_frequencies(self.config, self.ratio), np.arange(first + start, first + stop)
-        )
+        cos, sin = self._tables
+        return cos[start:stop], sin[start:stop]
 
     def tables_at(self, positions: npt.NDArray[np.int64]) -> tuple[F64, F64]:
         """Rotary tables of any positions."""
