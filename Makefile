@@ -6,8 +6,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .PHONY: demo test test-slow lint bench clean
 
-# Remade when the build file, the C source or the constraints change.
-SOURCES := pyproject.toml setup.py constraints.txt $(wildcard src/v4tool/quant/*.c)
+# Remade when the build file, the C sources or the constraints change.
+SOURCES := pyproject.toml setup.py constraints.txt $(wildcard src/v4tool/quant/*.[ch])
 
 $(VENV)/installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)

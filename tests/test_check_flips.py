@@ -54,6 +54,12 @@ def kind_of(key: str) -> str:
     return name if block else f"mtp.{name}"
 
 
+def expert_of(key: str) -> int | None:
+    """The number of the routed expert that a key is of, if it is of one."""
+    match = re.search(r"\.experts\.(\d+)\.", key)
+    return int(match[1]) if match else None
+
+
 def schedule(keys: list[str], layers: int) -> Iterator[list[str]]:
     """Every key once; the keys of one run lie in lanes that do not touch."""
     lanes: dict[Lane, list[str]] = defaultdict(list)
@@ -111,13 +117,15 @@ def shares(found: dict[str, set[str]]) -> dict[str, tuple[int, int]]:
 
 
 def test_flips_of_a_few_layers(tmp_path: Path) -> None:
-    """Three layers of three types in three passes, and the MTP decode step: what is tied is
-    found.
-    """
+    """Three layers of three types in two passes, two experts each: what is tied is found."""
     path = GOLDEN_MINI / "len33.safetensors"
     lanes: set[Lane] = {(0, 0), (1, 2), (0, 1), (1, 3)}
     skipped = ONLY_WEIGHTS | {"ffn.experts.<E>.w1.out", "ffn.experts.<E>.w3.out"}
-    keys = [k for k in bf16_keys(path) if lane_of(k) in lanes and kind_of(k) not in skipped]
+    keys = [
+        key
+        for key in bf16_keys(path)
+        if lane_of(key) in lanes and kind_of(key) not in skipped and expert_of(key) in (None, 0, 5)
+    ]
     found = found_by_key(path, keys, tmp_path / "a.safetensors", seed=5)
     missed = [key for key, rules in found.items() if not rules and kind_of(key) not in PARTLY]
     assert len(found) == len(keys) > 100

@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli import Cli, one_line
 from tests.conftest import GOLDEN_MINI
+from tests.recordings import entry_of
+from v4tool.config import ModelConfig
+from v4tool.record.manifest import change
 
 CKPT = GOLDEN_MINI / "ckpt"
 LEN6 = GOLDEN_MINI / "len6.safetensors"
@@ -109,6 +112,19 @@ def test_evidence_goes_into_the_manifest(cli: Cli, tmp_path: Path) -> None:
     assert entry["verification"]["keys_compared"] == entry["tensors"] - 1
     assert "node checks" in cli("list", "cases", "--profile", profile).out
     shutil.rmtree(tmp_path / "out")
+
+
+def test_check_after_a_replacement_that_was_killed(cli: Cli, tmp_path: Path) -> None:
+    """The recording has been renamed, its entry is still the pending one."""
+    recording = tmp_path / LEN6.name
+    shutil.copy(LEN6, recording)
+    entry = entry_of(recording, ModelConfig.from_file(CKPT / "config.json"))
+    old = entry.model_copy(update={"payload_sha256": "0" * 64, "header_sha256": "0" * 64})
+    call = ("check", "--dump", recording, "--ckpt", CKPT, "--quiet", "--json")
+    change(tmp_path, lambda found: found.model_copy(update={"cases": {"a": old}}))
+    assert cli(*call).status == 1
+    change(tmp_path, lambda found: found.model_copy(update={"pending": {"a": entry}}))
+    assert cli(*call).status == 0
 
 
 def test_regen(cli: Cli, tmp_path: Path) -> None:

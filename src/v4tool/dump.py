@@ -313,25 +313,30 @@ def _finish(
     )
 
 
+def run_of(profile: Profile, result: DumpResult) -> manifest.Run:
+    """What the manifest keeps of the run that recorded a case."""
+    case = result.case
+    return manifest.Run(
+        id=case.id,
+        subject=case.subject,
+        text=case.text,
+        input_ids=case.input_ids,
+        decode_ids=result.decode_ids,
+        complete=result.complete,
+        profile=profile.name,
+        numerics={key: result.metadata[key] for key in ("accumulate", "product")},
+        threads=profile.threads,
+        seed=profile.seed,
+        checkpoint_fingerprint=result.metadata["checkpoint_fingerprint"],
+        seconds=round(result.seconds, 3),
+        peak_rss_bytes=result.peak_rss,
+    )
+
+
 def enter_in_manifest(profile: Profile, config: ModelConfig, results: Iterable[DumpResult]) -> None:
     """Describe finished recordings in the `prompts.json` beside them (see `record.manifest`)."""
     for result in results:
-        case = result.case
-        run = manifest.Run(
-            id=case.id,
-            subject=case.subject,
-            text=case.text,
-            input_ids=case.input_ids,
-            decode_ids=result.decode_ids,
-            complete=result.complete,
-            profile=profile.name,
-            numerics={key: result.metadata[key] for key in ("accumulate", "product")},
-            threads=profile.threads,
-            seed=profile.seed,
-            checkpoint_fingerprint=result.metadata["checkpoint_fingerprint"],
-            seconds=round(result.seconds, 3),
-            peak_rss_bytes=result.peak_rss,
-        )
+        run = run_of(profile, result)
         manifest.record_dump(result.path.parent, result.path, config, run)
 
 

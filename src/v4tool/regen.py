@@ -18,10 +18,10 @@ from filelock import FileLock, Timeout
 
 from v4tool.check.recording import CheckResult, check_recording
 from v4tool.checkpoint.shards import Checkpoint
-from v4tool.dump import DumpResult, Progress, Silent, dump_cases
+from v4tool.dump import DumpResult, Progress, Silent, dump_cases, run_of
 from v4tool.errors import Finding, InputError, OutputError
 from v4tool.profiles import Case, Profile
-from v4tool.record.manifest import Entry, Manifest, Run, describe, replace_recording
+from v4tool.record.manifest import Entry, Manifest, describe, replace_recording
 from v4tool.verify.walk import verify_file
 
 LEFT_ALONE = ("baseline6",)
@@ -207,25 +207,6 @@ def frozen_case(entry: Entry) -> Case:
     )
 
 
-def _run_of(profile: Profile, result: DumpResult) -> Run:
-    """What the manifest keeps of the run that recorded a case."""
-    return Run(
-        id=result.case.id,
-        subject=result.case.subject,
-        text=result.case.text,
-        input_ids=result.case.input_ids,
-        decode_ids=result.decode_ids,
-        complete=result.complete,
-        profile=profile.name,
-        numerics={name: result.metadata[name] for name in ("accumulate", "product")},
-        threads=profile.threads,
-        seed=profile.seed,
-        checkpoint_fingerprint=result.metadata["checkpoint_fingerprint"],
-        seconds=round(result.seconds, 3),
-        peak_rss_bytes=result.peak_rss,
-    )
-
-
 def _judge_and_replace(
     profile: Profile,
     checkpoint: Checkpoint,
@@ -234,7 +215,7 @@ def _judge_and_replace(
     directory: Path,
     verify: Verify,
 ) -> RegenResult:
-    fresh = describe(result.path, checkpoint.config, _run_of(profile, result))
+    fresh = describe(result.path, checkpoint.config, run_of(profile, result))
     check = check_recording(
         result.path,
         config=checkpoint.config,

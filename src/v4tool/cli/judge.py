@@ -58,10 +58,10 @@ class Subject:
         """Its entry in the manifest beside it."""
         from v4tool.record.manifest import Manifest
 
-        cases = Manifest.load(self.path.parent).cases
-        if self.case is not None:
-            return cases.get(self.case.id)
-        return next((entry for entry in cases.values() if entry.file == self.path.name), None)
+        manifest = Manifest.load(self.path.parent)
+        named = (id for id, entry in manifest.cases.items() if entry.file == self.path.name)
+        case_id = self.case.id if self.case is not None else next(named, None)
+        return None if case_id is None else manifest.entry_of(case_id, self.path)
 
 
 def subjects(

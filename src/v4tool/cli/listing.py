@@ -66,7 +66,7 @@ def list_keys(
             ]
         )
         return
-    tables.show(tables.keys_table(keys))
+    print(tables.keys_lines(keys))
     say(tables.keys_line(config, keys, tokens))
 
 
@@ -168,13 +168,13 @@ def list_tensors(
                 for n, s in specs.items()
             ])  # fmt: skip
         else:
-            tables.show(tables.tensors_table(specs))
+            print(tables.tensors_lines(specs))
         return
     rows = [row for row in inspect(settled.ckpt, config) if wanted(row.name)]
     if as_json:
         print_json([{"name": r.name, "status": r.status, "found": str(r.found)} for r in rows])
     else:
-        tables.show(tables.status_table(rows))
+        print(tables.status_lines(rows))
     if any(row.status != "ok" for row in rows):
         raise typer.Exit(1)
 

@@ -11,6 +11,7 @@ enum {
     GROUP4 = 32, /* the same for one scale of an FP4 weight */
     TILE = 16,   /* rows of the weight that are decoded together */
     TILE4 = 32,  /* the same for an FP4 weight */
+    ALONG = 1 << 15, /* values of x that stay in the second-level cache beside the rest */
 };
 
 enum kind { FP4, FP8, BF16, F32 }; /* _c_product.py knows these numbers */

@@ -24,6 +24,14 @@
 #define SHUFFLE(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
 #endif
 
+/* What some compilers make too much of: eight bytes with sign to FP32, four FP32 to binary64. */
+#ifndef WIDEN_8
+#define WIDEN_8(to, from)                                                                             \
+    for (int n = 0; n < 8; n++)                                                                       \
+    (to)[n] = (from)[n]
+#define FOUR_F64(from) ((f64x4){(from)[0], (from)[1], (from)[2], (from)[3]})
+#endif
+
 #ifndef IN_REGISTER
 #define IN_REGISTER(v) (void)0
 #endif
@@ -70,6 +78,47 @@ INLINE const void *row_at(const Product *p, ptrdiff_t row, ptrdiff_t row_bytes)
     return (const char *)p->codes + smaller(row, p->n - 1) * row_bytes;
 }
 
+/* Rows row ... and columns k ... of the weight, decoded together. */
+typedef struct {
+    ptrdiff_t row, k;
+} Tile;
+
+/* The tile after t: the next one of the same columns or, where all of x stays in the second-level cache,
+ * of the same rows, in the order in which the codes lie in memory. */
+INLINE Tile after(const Product *p, Tile t, int rows)
+{
+    if (p->m * p->k <= ALONG) {
+        t.k += BLOCK;
+        return t.k < p->k ? t : (Tile){t.row + rows, 0};
+    }
+    t.row += rows;
+    return t.row < p->stop ? t : (Tile){p->start, t.k + BLOCK};
+}
+
+INLINE int within(const Product *p, Tile t) { return t.row < p->stop && t.k < p->k; }
+
+/* The codes of a tile, `bits` bits each, -> to[rows][width]; the processor is told of the next tile's.
+ * Rows lie a power of two apart: read in place, piece by piece, they push each other out of the
+ * first-level cache. */
+INLINE void gather(const Product *p, Tile t, const int rows, const int bits, uint8_t *to)
+{
+    const int width = BLOCK * bits / 8;
+    ptrdiff_t row_bytes = p->k * bits / 8, at = t.k * bits / 8;
+    ptrdiff_t bytes = smaller(width, row_bytes - at);
+    Tile next = after(p, t, rows);
+    for (int r = 0; r < rows; r++) {
+        const uint8_t *ahead = row_at(p, next.row + r, row_bytes);
+        if (within(p, next))
+            for (int i = 0; i < width; i += 64)
+                __builtin_prefetch(ahead + next.k * bits / 8 + i);
+        const uint8_t *from = row_at(p, t.row + r, row_bytes);
+        if (bytes == width)
+            memcpy(to + width * r, from + at, (size_t)width);
+        else
+            memcpy(to + width * r, from + at, (size_t)bytes);
+    }
+}
+
 INLINE const double *fp8_table(const Product *p, ptrdiff_t row, ptrdiff_t k)
 {
     ptrdiff_t at = smaller(row, p->n - 1) / 128 * ceil_div(p->k, 128) + k / 128;
@@ -104,14 +153,13 @@ INLINE void transpose(u8x32 v[16])
 }
 
 /* Any codes and scales, by table: columns start ... stop of the block -> w[column][16]. */
-INLINE void look_up_fp8(const Product *p, ptrdiff_t row, ptrdiff_t k0, ptrdiff_t start, ptrdiff_t stop,
-                        double *w)
+INLINE void look_up_fp8(const Product *p, ptrdiff_t row, ptrdiff_t k0, const uint8_t *code,
+                        ptrdiff_t start, ptrdiff_t stop, double *w)
 {
     for (int r = 0; r < TILE; r++) {
-        const uint8_t *code = (const uint8_t *)row_at(p, row + r, p->k) + k0;
         const double *table = fp8_table(p, row + r, k0);
         for (ptrdiff_t k = start; k < stop; k++)
-            w[TILE * k + r] = table[code[k]];
+            w[TILE * k + r] = table[code[BLOCK * r + k]];
     }
 }
 
@@ -145,13 +193,13 @@ INLINE void widen_fp8(i16x16 code, int16_t bias, double *w)
  * Vector r holds 16 bytes of a row in each half; the rows are chosen such that after the transposition
  * and the interleavings of widen_fp8, which work on halves, four neighbours in a vector are four
  * neighbouring rows. */
-INLINE int decode_normal_fp8(const uint8_t *const code[TILE], ptrdiff_t at, int16_t bias, double *w)
+INLINE int decode_normal_fp8(const uint8_t *code, int16_t bias, double *w)
 {
     u8x32 v[16], none = {0};
     for (int r = 0; r < 16; r++) {
         int row = 4 * (r % 8 / 2) + r % 2;
-        ptrdiff_t column = at + r / 8 * 16;
-        v[r] = load_pair(code[row] + column, code[row + 2] + column);
+        const uint8_t *column = code + r / 8 * 16;
+        v[r] = load_pair(column + BLOCK * row, column + BLOCK * (row + 2));
     }
     if (any_special(v))
         return 0;
@@ -167,17 +215,16 @@ INLINE void decode_fp8(const Product *p, ptrdiff_t row, ptrdiff_t k0, ptrdiff_t 
 {
     const double *table = fp8_table(p, row, k0);
     ptrdiff_t scale = (table - p->table) / 256, k = 0;
-    const uint8_t *code[TILE];
-    for (int r = 0; r < TILE; r++)
-        code[r] = (const uint8_t *)row_at(p, row + r, p->k) + k0;
+    _Alignas(64) uint8_t code[TILE * BLOCK];
+    gather(p, (Tile){row, k0}, TILE, 8, code);
     /* 3 ... 246: where BF16(element * scale) is the product itself, so that any table agrees */
     if (scale >= 3 && scale <= 246 && fp8_table(p, row + TILE - 1, k0) == table) {
         int16_t bias = (int16_t)((1023 - 7 + scale - 127) << 4);
         for (; k + 32 <= count; k += 32)
-            if (!decode_normal_fp8(code, k, bias, w + TILE * k))
-                look_up_fp8(p, row, k0, k, k + 32, w);
+            if (!decode_normal_fp8(code + k, bias, w + TILE * k))
+                look_up_fp8(p, row, k0, code, k, k + 32, w);
     }
-    look_up_fp8(p, row, k0, k, count, w);
+    look_up_fp8(p, row, k0, code, k, count, w);
 }
 
 INLINE void decode_bf16(const Product *p, ptrdiff_t row, ptrdiff_t k0, ptrdiff_t count, double *w)
@@ -203,27 +250,37 @@ INLINE void decode_f32(const Product *p, ptrdiff_t row, ptrdiff_t k0, ptrdiff_t 
     }
 }
 
-/* Twice the value of 32 E2M1 codes, an integer, as FP32. */
-INLINE void decode_nibbles(u8x32 code, float *w)
+/* Twice the value of 32 E2M1 codes, an integer. */
+INLINE i8x32 twice_e2m1(u8x32 code)
 {
+#ifdef LOOK_UP_16
+    static const int8_t twice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    return (i8x32)LOOK_UP_16(twice, code);
+#else
     i8x32 m = (i8x32)(code & 7);
     i8x32 above = m - 4;
     m += (above & (above > 0)) - ((m == 7) + (m == 7)); /* 0 1 2 3 4 6 8 12 */
     i8x32 sign = (i8x32)((code & 8) != 0);
-    m = (m ^ sign) - sign;
+    return (m ^ sign) - sign;
+#endif
+}
+
+/* The same as FP32. */
+INLINE void decode_nibbles(u8x32 code, float *w)
+{
+    i8x32 twice = twice_e2m1(code);
     int8_t value[32];
-    memcpy(value, &m, sizeof m);
+    memcpy(value, &twice, sizeof twice);
     for (int i = 0; i < 32; i += 8)
-        for (int j = 0; j < 8; j++)
-            w[i + j] = value[i + j];
+        WIDEN_8(w + i, value + i);
 }
 
 /* 16 bytes from each of 32 rows: one group of columns -> w[32][32]. */
-INLINE void decode_group4(const uint8_t *const code[TILE4], ptrdiff_t at, float *w)
+INLINE void decode_group4(const uint8_t *code, float *w)
 {
     u8x32 v[16];
     for (int r = 0; r < 16; r++)
-        v[r] = load_pair(code[r] + at, code[r + 16] + at);
+        v[r] = load_pair(code + BLOCK / 2 * r, code + BLOCK / 2 * (r + 16));
     transpose(v);
     for (int i = 0; i < 16; i++) {
         decode_nibbles(v[i] & 15, w + 2 * TILE4 * i);
@@ -234,31 +291,27 @@ INLINE void decode_group4(const uint8_t *const code[TILE4], ptrdiff_t at, float 
 /* One block of columns -> w[groups][32][32]; a shorter last group is filled with zeros. */
 INLINE void decode_fp4(const Product *p, ptrdiff_t row, ptrdiff_t k0, ptrdiff_t count, float *w)
 {
-    const uint8_t *code[TILE4];
-    for (int r = 0; r < TILE4; r++)
-        code[r] = (const uint8_t *)row_at(p, row + r, p->k / 2) + k0 / 2;
-    ptrdiff_t k = 0;
-    for (; k + GROUP4 <= count; k += GROUP4)
-        decode_group4(code, k / 2, w + TILE4 * k);
-    if (k == count)
-        return;
-    uint8_t rest[TILE4][16] = {{0}};
-    for (int r = 0; r < TILE4; r++) {
-        memcpy(rest[r], code[r] + k / 2, (size_t)(count - k) / 2);
-        code[r] = rest[r];
-    }
-    decode_group4(code, 0, w + TILE4 * k);
+    _Alignas(64) uint8_t code[TILE4 * BLOCK / 2];
+    if (count < BLOCK)
+        memset(code, 0, sizeof code);
+    gather(p, (Tile){row, k0}, TILE4, 4, code);
+    for (ptrdiff_t k = 0; k < count; k += GROUP4)
+        decode_group4(code + k / 2, w + TILE4 * k);
 }
 
-/* The scales of the same block -> scale[groups][32]. */
+/* The scales of the same block -> scale[groups][32]: 2^(code - 127), NaN for code 255. */
 INLINE void scale_fp4(const Product *p, ptrdiff_t row, ptrdiff_t k0, int groups, double *scale)
 {
     ptrdiff_t columns = ceil_div(p->k, GROUP4);
-    for (int r = 0; r < TILE4; r++) {
-        const uint8_t *code = p->scale + smaller(row + r, p->n - 1) * columns + k0 / GROUP4;
+    uint8_t code[BLOCK / GROUP4][TILE4];
+    for (int r = 0; r < TILE4; r++)
         for (int g = 0; g < groups; g++)
-            scale[TILE4 * g + r] = p->table[code[g]];
-    }
+            code[g][r] = p->scale[smaller(row + r, p->n - 1) * columns + k0 / GROUP4 + g];
+    for (int g = 0; g < groups; g++)
+        for (int r = 0; r < TILE4; r++) {
+            uint64_t bits = code[g][r] == 255 ? 0x7FF8ull << 48 : (code[g][r] + 1023ull - 127) << 52;
+            memcpy(scale + TILE4 * g + r, &bits, sizeof bits);
+        }
 }
 
 /* ---- the binary64 kernel ------------------------------------------------------------------------ */
@@ -266,7 +319,10 @@ INLINE void scale_fp4(const Product *p, ptrdiff_t row, ptrdiff_t k0, int groups,
 /* acc[rows][16] += the sum over count columns; x has rows of BLOCK values. */
 INLINE void multiply(const double *x, const double *w, ptrdiff_t count, double *acc, const int rows)
 {
-    f64x4 s[3][4] = {{{0}}};
+    f64x4 s[3][4];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < 4; j++)
+            s[i][j] = (f64x4){0};
     for (ptrdiff_t k = 0; k < count; k++)
         for (int j = 0; j < 4; j++) {
             f64x4 v = load(w + TILE * k + 4 * j);
@@ -312,18 +368,16 @@ static void multiply_all(const double *x, const double *w, ptrdiff_t m, ptrdiff_
 INLINE void product_f64(const Product *p)
 {
     _Alignas(64) double w[BLOCK * TILE];
-    for (ptrdiff_t k = 0; k < p->k; k += BLOCK) {
-        ptrdiff_t count = smaller(BLOCK, p->k - k);
-        for (ptrdiff_t row = p->start; row < p->stop; row += TILE) {
-            if (p->kind == FP8)
-                decode_fp8(p, row, k, count, w);
-            else if (p->kind == BF16)
-                decode_bf16(p, row, k, count, w);
-            else
-                decode_f32(p, row, k, count, w);
-            multiply_all((const double *)p->x + k * p->m, w, p->m, count,
-                         p->acc + (row - p->start) * p->m);
-        }
+    for (Tile t = {p->start, 0}; within(p, t); t = after(p, t, TILE)) {
+        ptrdiff_t count = smaller(BLOCK, p->k - t.k);
+        if (p->kind == FP8)
+            decode_fp8(p, t.row, t.k, count, w);
+        else if (p->kind == BF16)
+            decode_bf16(p, t.row, t.k, count, w);
+        else
+            decode_f32(p, t.row, t.k, count, w);
+        multiply_all((const double *)p->x + t.k * p->m, w, p->m, count,
+                     p->acc + (t.row - p->start) * p->m);
     }
 }
 
@@ -332,7 +386,10 @@ INLINE void product_f64(const Product *p)
 /* sum[rows][32] = the sums over one group, in FP32. */
 INLINE void sum4(const float *x, const float *w, float *sum, const int rows)
 {
-    f32x8 s[3][4] = {{{0}}};
+    f32x8 s[3][4];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < 4; j++)
+            s[i][j] = (f32x8){0};
     for (int k = 0; k < GROUP4; k++)
         for (int j = 0; j < 4; j++) {
             f32x8 v = load4(w + TILE4 * k + 8 * j);
@@ -349,22 +406,32 @@ static NOINLINE void sum4_3(const float *x, const float *w, float *sum) { sum4(x
 static NOINLINE void sum4_2(const float *x, const float *w, float *sum) { sum4(x, w, sum, 2); }
 static NOINLINE void sum4_1(const float *x, const float *w, float *sum) { sum4(x, w, sum, 1); }
 
-/* acc[rows][32] += sum * scale * x_scale. */
+/* acc[rows][32] += sum * scale * x_scale, of one group after the other: sum [groups][3][32]. */
 static NOINLINE void add_scaled(double *restrict acc, const float *restrict sum,
-                                const double *restrict scale, const double *restrict x_scale, int rows)
+                                const double *restrict scale, const double *restrict x_scale,
+                                int groups, int rows)
 {
-    for (int i = 0; i < rows; i++, acc += TILE4, sum += TILE4)
-        for (int j = 0; j < TILE4; j++)
-            acc[j] += sum[j] * (scale[j] * x_scale[i]);
+    for (int i = 0; i < rows; i++, acc += TILE4, sum += TILE4) {
+        f64x4 a[TILE4 / 4];
+        for (int j = 0; j < TILE4 / 4; j++)
+            a[j] = load(acc + 4 * j);
+        for (int g = 0; g < groups; g++)
+            for (int j = 0; j < TILE4 / 4; j++)
+                a[j] += FOUR_F64(sum + 3 * TILE4 * g + 4 * j) *
+                        (load(scale + TILE4 * g + 4 * j) * x_scale[i]);
+        for (int j = 0; j < TILE4 / 4; j++)
+            store(acc + 4 * j, a[j]);
+    }
 }
 
-/* acc[rows][32] += (the sums over one group) * scale * x_scale. */
+/* acc[rows][32] += (the sums over `groups` groups) * scale * x_scale. */
 INLINE void multiply4(const float *x, const double *x_scale, const float *w, const double *scale,
-                      double *acc, int rows)
+                      int groups, double *acc, int rows)
 {
-    _Alignas(32) float sum[3 * TILE4];
-    (rows == 3 ? sum4_3 : rows == 2 ? sum4_2 : sum4_1)(x, w, sum);
-    add_scaled(acc, sum, scale, x_scale, rows);
+    _Alignas(32) float sum[BLOCK / GROUP4][3 * TILE4];
+    for (int g = 0; g < groups; g++, x += GROUP4, w += GROUP4 * TILE4)
+        (rows == 3 ? sum4_3 : rows == 2 ? sum4_2 : sum4_1)(x, w, sum[g]);
+    add_scaled(acc, sum[0], scale, x_scale, groups, rows);
 }
 
 /* The same for one row of x, the sums in binary64. */
@@ -386,17 +453,16 @@ static void multiply4_block(const float *x, const double *x_scale, const uint8_t
     int any = 0;
     for (int i = 0; i < rows; i++)
         any |= wide[i];
-    for (int g = 0; g < groups; g++, x += GROUP4, w += GROUP4 * TILE4, scale += TILE4) {
-        if (!(any >> g & 1)) {
-            multiply4(x, x_scale, w, scale, acc, rows);
-            continue;
-        }
+    if (!any) {
+        multiply4(x, x_scale, w, scale, groups, acc, rows);
+        return;
+    }
+    for (int g = 0; g < groups; g++, x += GROUP4, w += GROUP4 * TILE4, scale += TILE4)
         for (int i = 0; i < rows; i++)
             if (wide[i] >> g & 1)
                 multiply4_wide(x + BLOCK * i, x_scale[i], w, scale, acc + TILE4 * i);
             else
-                multiply4(x + BLOCK * i, x_scale + i, w, scale, acc + TILE4 * i, 1);
-    }
+                multiply4(x + BLOCK * i, x_scale + i, w, scale, 1, acc + TILE4 * i, 1);
 }
 
 static void multiply4_all(const float *x, const double *x_scale, const uint8_t *wide, const float *w,
@@ -415,16 +481,14 @@ INLINE void product_fp4(const Product *p)
 {
     _Alignas(64) float w[BLOCK * TILE4];
     _Alignas(64) double scale[BLOCK / GROUP4 * TILE4];
-    for (ptrdiff_t k = 0; k < p->k; k += BLOCK) {
-        ptrdiff_t count = smaller(BLOCK, p->k - k);
+    for (Tile t = {p->start, 0}; within(p, t); t = after(p, t, TILE4)) {
+        ptrdiff_t count = smaller(BLOCK, p->k - t.k), block = t.k / BLOCK;
         int groups = (int)ceil_div(count, GROUP4);
-        for (ptrdiff_t row = p->start; row < p->stop; row += TILE4) {
-            decode_fp4(p, row, k, count, w);
-            scale_fp4(p, row, k, groups, scale);
-            multiply4_all((const float *)p->x + k * p->m, p->x_scale + k / BLOCK * p->m,
-                          p->wide + k / BLOCK * p->m, w, scale, groups, p->m,
-                          p->acc + (row - p->start) * p->m);
-        }
+        decode_fp4(p, t.row, t.k, count, w);
+        scale_fp4(p, t.row, t.k, groups, scale);
+        multiply4_all((const float *)p->x + t.k * p->m, p->x_scale + block * p->m,
+                      p->wide + block * p->m, w, scale, groups, p->m,
+                      p->acc + (t.row - p->start) * p->m);
     }
 }
 

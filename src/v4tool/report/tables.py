@@ -46,12 +46,23 @@ def shape_text(shape: Iterable[int | None]) -> str:
     return "[" + ", ".join("n" if n is None else str(n) for n in shape) + "]"
 
 
-def keys_table(keys: Keys) -> Table:
-    """Keys with dtype, shape and what kind of value they hold."""
-    table = plain_table("key", "dtype", "shape", "values")
-    for key, spec in keys.items():
-        table.add_row(key, spec.dtype, shape_text(spec.shape), spec.kind)
-    return table
+def lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Aligned columns as plain text: rich takes a second for the thousands of rows of a long
+    listing.
+    """
+    every = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+    return "\n".join(
+        "  ".join(map(str.ljust, row, widths)).rstrip() for row in every
+    )
+
+
+def keys_lines(keys: Keys) -> str:
+    """Keys with dtype, shape and what kind of value they hold, a line each."""
+    return lines(
+        ("key", "dtype", "shape", "values"),
+        ((key, spec.dtype, shape_text(spec.shape), spec.kind) for key, spec in keys.items()),
+    )
 
 
 def cases_table(profile: "Profile") -> Table:
@@ -84,21 +95,31 @@ def attention_kind(ratio: int) -> str:
     return f"window + blocks of {ratio}" + (", chosen by an indexer" if ratio == 4 else "")
 
 
-def tensors_table(specs: Mapping[str, "TensorSpec"]) -> Table:
-    """The checkpoint's layout."""
-    table = plain_table("tensor", "dtype", "shape", "shard", right=("shard",))
-    for name, spec in specs.items():
-        table.add_row(name, spec.dtype, shape_text(spec.shape), str(spec.shard))
-    return table
+def tensors_lines(specs: Mapping[str, "TensorSpec"]) -> str:
+    """The checkpoint's layout, a line a tensor."""
+    return lines(
+        ("tensor", "dtype", "shape", "shard"),
+        (
+            (name, spec.dtype, shape_text(spec.shape), str(spec.shard))
+            for name, spec in specs.items()
+        ),
+    )
 
 
-def status_table(rows: Iterable["TensorStatus"]) -> Table:
-    """The layout beside what a checkpoint has."""
-    table = plain_table("tensor", "status", "expected", "found")
-    for row in rows:
-        expected = f"{row.spec.dtype} {shape_text(row.spec.shape)}" if row.spec else ""
-        table.add_row(row.name, row.status, expected, str(row.found or ""))
-    return table
+def status_lines(rows: Iterable["TensorStatus"]) -> str:
+    """The layout beside what a checkpoint has, a line a tensor."""
+    return lines(
+        ("tensor", "status", "expected", "found"),
+        (
+            (
+                row.name,
+                row.status,
+                f"{row.spec.dtype} {shape_text(row.spec.shape)}" if row.spec else "",
+                str(row.found or ""),
+            )
+            for row in rows
+        ),
+    )
 
 
 def profiles_table(profiles: Iterable["Profile"]) -> Table:
