@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-E2M1_PAIRS = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], 1)
-"""[256, 2]: the two values of every byte."""
 
 
 def bf16(x: Tensor) -> Tensor:
@@ -73,10 +71,11 @@ class Peer:
         scale = scales(self.weights.read(f"{self.path}{name}.scale"))
         if codes.shape[1] == width:
             values = codes.view(torch.float8_e4m3fn).float()
-            scale, block = scale.repeat_interleave(128, 0)[: len(codes)], 128
+            scale = scale.repeat_interleave(128, 0)[: len(codes)].repeat_interleave(128, 1)
         else:
-            values, block = F.embedding(codes.int(), E2M1_PAIRS).flatten(1), 32
-        return (values.unflatten(1, (-1, block)) * scale.unsqueeze(-1)).flatten(1)
+            values = E2M1[torch.stack([codes & 15, codes >> 4], -1).flatten(1).long()]
+            scale = scale.repeat_interleave(32, 1)
+        return values * scale[:, :width]
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """FP8 activations times a quantised weight."""

@@ -51,6 +51,7 @@ class StandIn:
         self.present = checkpoint.config.n_routed_experts
         self.pool = candidates(tokens, experts_reached(tokens, config), config)
         self.used: dict[str, int] = {}
+        self._router: dict[str, Tensor | None] = {}
 
     @property
     def bytes_read(self) -> int:
@@ -67,6 +68,13 @@ class StandIn:
 
     def _made(self, name: str) -> Tensor | None:
         """The router: large weights for the pool, the rest out of reach."""
+        if ".ffn.gate." not in name:
+            return None
+        if name not in self._router:
+            self._router[name] = self._make(name)
+        return self._router[name]
+
+    def _make(self, name: str) -> Tensor | None:
         experts, generator = self.config.n_routed_experts, torch.Generator().manual_seed(7)
         if name.endswith("ffn.gate.weight"):
             drawn = torch.randn(experts, self.config.dim, generator=generator)
@@ -94,7 +102,7 @@ class StandIn:
     def read_rows(self, name: str, start: int, stop: int, buffer: Tensor | None = None) -> Tensor:
         """Some rows of a tensor."""
         self.used[name] = self.nbytes(name)
-        return self.checkpoint.read_rows(name, start, stop, buffer)
+        return self.checkpoint.read_rows(self._there(name), start, stop, buffer)
 
     def gather_rows(self, name: str, rows: Tensor | Sequence[int]) -> Tensor:
         """Rows by number; those of the hash table are drawn from the pool."""

@@ -128,7 +128,7 @@ def test_flips_of_a_few_layers(tmp_path: Path) -> None:
     ]
     found = found_by_key(path, keys, tmp_path / "a.safetensors", seed=5)
     missed = [key for key, rules in found.items() if not rules and kind_of(key) not in PARTLY]
-    assert len(found) == len(keys) > 100
+    assert len(found) == len(keys) == 96
     assert not missed
 
 

@@ -1,7 +1,7 @@
 """The reference has the same bits whatever computes it: threads, instruction set, product, company.
 
-Where machines are told apart, every run is a process of its own. What is compared is the SHA-256 of the
-payload.
+Where machines are told apart, every run is a process of its own. What is compared is the SHA-256
+of the payload.
 """
 
 import json

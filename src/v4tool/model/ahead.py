@@ -37,6 +37,7 @@ class Announced:
 
     def read_rows(self, name: str, start: int, stop: int, buffer: Tensor | None = None) -> Tensor:
         """Some rows of a weight."""
+        self._due.discard(name)
         return self._weights.read_rows(name, start, stop, buffer)
 
     def gather_rows(self, name: str, ids: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from v4tool.config import ModelConfig, Numerics
 from v4tool.model.layers import rms
 from v4tool.names import Step
 from v4tool.quant._workers import Scratch
-from v4tool.quant.linear import QuantizedWeight, linear_hi, q_linear
+from v4tool.quant.linear import StoredWeight, linear_hi, q_linear
 
 Tap = Callable[[str, Tensor], None]
 
@@ -157,14 +157,23 @@ class Scope:
             name, self.buffers.take(use, self.weights.nbytes(name), torch.uint8)
         )
 
-    def quantized(self, name: str, width: int) -> QuantizedWeight:
-        """A quantised weight for inputs of `width` elements: two FP4 codes share a byte (SPEC 2).
+    def quantized(self, name: str, width: int) -> StoredWeight:
+        """A quantised weight for inputs of `width` elements, whose codes stay in their file.
 
-        It lies in this thread's buffers, so the next one overwrites it.
+        Scale and codes come into this thread's buffers, so the next weight overwrites them.
         """
-        codes = self.passing(f"{name}.weight", "codes")
         scale = self.passing(f"{name}.scale", "scale")
-        return QuantizedWeight(codes, scale, "fp8" if codes.shape[1] == width else "fp4")
+        codes = f"{self.path}{name}.weight"
+        size = self.weights.nbytes(codes)
+        # two FP4 codes share a byte, and each of their rows has scales of its own (SPEC 2)
+        fp4 = len(scale) * width == 2 * size
+        row_bytes = width // 2 if fp4 else width
+
+        def read(start: int, stop: int) -> Tensor:
+            buffer = self.buffers.take("codes", (stop - start) * row_bytes, torch.uint8)
+            return self.weights.read_rows(codes, start, stop, buffer)
+
+        return StoredWeight((size // row_bytes, width), scale, "fp4" if fp4 else "fp8", read)
 
     def tap_for(self, segment: Segment, name: str, value: Tensor) -> None:
         """Show one segment's value, without batch dim."""

@@ -1,23 +1,28 @@
 """The products of `linear` by the C kernel (`_kernel.c`).
 
 x is packed once into the order in which the kernel reads it; the rows of the weight are then
-shared out among threads. The kernel is given addresses: that the tensors behind them have the
-dtypes, shapes and layout that it expects, and stay alive, is seen to here.
+shared out among threads, each of which fetches those that it multiplies: what comes from a file
+is still in the second-level cache then. The kernel is given addresses: that the tensors behind
+them have the dtypes, shapes and layout that it expects, and stay alive, is seen to here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from v4tool.quant import _kernel
-from v4tool.quant._weight import BF16_OF_FP8, FP8_VALUES, QuantizedWeight
+from v4tool.quant._weight import BF16_OF_FP8, FP8_VALUES, StoredWeight, Weight
 from v4tool.quant._workers import Scratch, spread
 from v4tool.quant.formats import E4M3, E8M0, e4m3_encode
 
 _FP4, _FP8, _BF16, _F32 = range(4)  # enum kind
 _X_ROWS = 384  # packed at a time: bounds the memory; decoding the weight again costs little by then
 _W_ROWS = 128  # at most in one task
+_FEW_X_ROWS = 32  # where fetching the weight, not multiplying, takes the time: then
+_W_BYTES = 1 << 19  # at most in one task: a second-level cache
 
 _E4M3 = E4M3.double()
 _E8M0 = E8M0.double()
@@ -40,21 +45,37 @@ class _X:
 
 @dataclass(frozen=True)
 class _W:
-    """A weight as the kernel takes it; scale codes and table of values if it is quantised."""
+    """A weight as the kernel takes it; scale codes and table of values if it is quantised.
+
+    rows(start, stop): the codes of those rows, until the next call in the same thread.
+    """
 
     kind: int
     shape: tuple[int, int]
-    codes: Tensor
+    row_bytes: int
+    rows: Callable[[int, int], Tensor]
     scale: Tensor | None = None
     table: Tensor | None = None
 
+    @classmethod
+    def of(cls, w: Weight, table: Tensor, x_rows: int) -> Self:
+        """A quantised weight, to be multiplied with so many rows of x."""
+        if isinstance(w, StoredWeight) and x_rows > _X_ROWS:
+            w = w.whole()
+        kind, row_bytes = (_FP4, w.shape[1] // 2) if w.kind == "fp4" else (_FP8, w.shape[1])
+        read = w.read if isinstance(w, StoredWeight) else _rows_of(w.codes)
+        return cls(kind, w.shape, row_bytes, read, w.scale.contiguous(), table)
 
-def quantized(x: Tensor, w: QuantizedWeight, threads: int) -> Tensor:
+
+def _rows_of(codes: Tensor) -> Callable[[int, int], Tensor]:
+    codes = codes.contiguous()
+    return lambda start, stop: codes[start:stop]
+
+
+def quantized(x: Tensor, w: Weight, threads: int) -> Tensor:
     """BF16 [M, K], quantised as by act_quant, times w [N, K] -> BF16 [M, N]."""
-    kind, table, pack = (
-        (_FP4, _E8M0, _pack_for_fp4) if w.kind == "fp4" else (_FP8, FP8_VALUES, _pack_fp8)
-    )
-    weight = _W(kind, w.shape, w.codes.contiguous(), w.scale.contiguous(), table)
+    table, pack = (_E8M0, _pack_for_fp4) if w.kind == "fp4" else (FP8_VALUES, _pack_fp8)
+    weight = _W.of(w, table, x.shape[0])
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
     for rows in _x_chunks(x.shape[0]):
         _multiply(pack(_rows(x[rows])), weight, range(w.shape[0]), out[rows], threads)
@@ -64,16 +85,17 @@ def quantized(x: Tensor, w: QuantizedWeight, threads: int) -> Tensor:
 def plain(x: Tensor, w: Tensor, threads: int) -> Tensor:
     """BF16 [M, K] times BF16 or F32 [N, K] -> binary64 [M, N]."""
     kind = _F32 if w.dtype == torch.float32 else _BF16
-    weight = _W(kind, (w.shape[0], w.shape[1]), w.contiguous())
+    row_bytes = w.shape[1] * w.element_size()
+    weight = _W(kind, (w.shape[0], w.shape[1]), row_bytes, _rows_of(w))
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.float64)
     for rows in _x_chunks(x.shape[0]):
         _multiply(_pack_bf16(_rows(x[rows])), weight, range(w.shape[0]), out[rows], threads)
     return out
 
 
-def grouped(x: Tensor, w: QuantizedWeight, threads: int) -> Tensor:
+def grouped(x: Tensor, w: Weight, threads: int) -> Tensor:
     """BF16 [M, G, K] times BF16 of the values of w [G * R, K] -> BF16 [M, G, R]."""
-    weight = _W(_FP8, w.shape, w.codes.contiguous(), w.scale.contiguous(), BF16_OF_FP8)
+    weight = _W.of(w, BF16_OF_FP8, x.shape[0])
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
     per_group = w.shape[0] // x.shape[1]
     for rows in _x_chunks(x.shape[0]):
@@ -134,15 +156,18 @@ def _multiply(x: _X, w: _W, w_rows: range, out: Tensor, threads: int) -> None:
     """out[:, w_rows] = x times those rows of w; out is contiguous, [rows of x, N]."""
     tile = _kernel.TILE
     share = -(-len(w_rows) // (4 * threads))
-    step = min(_W_ROWS, max(tile, -(-share // tile) * tile))
+    most = _W_BYTES // w.row_bytes if x.rows <= _FEW_X_ROWS else _W_ROWS
+    step = max(tile, min(most // tile, -(-share // tile)) * tile)
 
     def task(i: int) -> None:
         start = w_rows.start + i * step
         stop = min(start + step, w_rows.stop)
         acc = _scratch.take("acc", step * x.rows, torch.float64)
+        codes = w.rows(start, stop)
+        first_row = codes.data_ptr() - start * w.row_bytes
         _kernel.product(
             w.kind, x.rows, *w.shape, x.values.data_ptr(), _address(x.scale), _address(x.wide),
-            w.codes.data_ptr(), _address(w.scale), _address(w.table), start, stop,
+            first_row, _address(w.scale), _address(w.table), start, stop,
             acc.data_ptr(), out.data_ptr(), out.dtype == torch.bfloat16,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The products of `linear` without a compiler: table look-ups into a reused buffer, NumPy's BLAS.
+"""The products of `linear` without a compiler: table look-ups into a reused buffer, and a BLAS.
 
 A BLAS sums in an order of its own. That is of no consequence where no sum is rounded, and each such
 use is proved before it is made. For some stretch of K let l be the sum of |x|, m the largest |w|,
@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch import Tensor
 
 from v4tool.quant._readable_product import activation
-from v4tool.quant._weight import BF16_OF_FP8, FP8_VALUES, QuantizedWeight
+from v4tool.quant._weight import BF16_OF_FP8, FP8_VALUES, QuantizedWeight, Weight, in_memory
 from v4tool.quant._workers import Scratch, spread
 from v4tool.quant.activation import act_quant, to_bf16
 from v4tool.quant.formats import E2M1, E8M0, unpack_fp4
@@ -34,7 +34,7 @@ U8 = npt.NDArray[np.uint8]
 threadpool_limits(1, user_api="blas")  # the workers are the threads; a BLAS's own would spin
 
 _X_ROWS = 256
-_W_ROWS = 64
+_W_ROWS = 128
 _GROUPS = 16  # summed at a time where they are summed apart: bounds the memory
 _PRODUCTS, _SUMS = 2**16, 2**16  # at a time where they are summed one by one
 _LIMIT = 2.0**53 * (
@@ -67,8 +67,9 @@ _Rows = Callable[[int, int], _Operand]
 """Some rows of a weight, start ... stop."""
 
 
-def quantized(x: Tensor, w: QuantizedWeight, threads: int) -> Tensor:
+def quantized(x: Tensor, w: Weight, threads: int) -> Tensor:
     """BF16 [M, K], quantised by act_quant, times w [N, K] -> BF16 [M, N]."""
+    w = in_memory(w)
     codes, scale = act_quant(x)
     group, rows = (32, _fp4_rows(w)) if w.kind == "fp4" else (128, _fp8_rows(w, FP8_VALUES, 0.0))
     out = torch.empty(codes.shape[0], w.shape[0], dtype=torch.bfloat16)
@@ -88,8 +89,9 @@ def plain(x: Tensor, w: Tensor, threads: int) -> Tensor:
     return out
 
 
-def grouped(x: Tensor, w: QuantizedWeight, threads: int) -> Tensor:
+def grouped(x: Tensor, w: Weight, threads: int) -> Tensor:
     """BF16 [M, G, K] times BF16 of the values of w [G * R, K] -> BF16 [M, G, R]."""
+    w = in_memory(w)
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
     rows, per_group = _fp8_rows(w, BF16_OF_FP8, 2.0**-133), w.shape[0] // x.shape[1]
     for some in _x_chunks(x.shape[0]):
@@ -183,12 +185,14 @@ def _fp8_rows(w: QuantizedWeight, table: Tensor, least: float) -> _Rows:
     return rows
 
 
-def _index(codes: U8, scale: U8, group: int) -> npt.NDArray[np.uint16]:
+def _index(codes: U8, scale: U8, group: int) -> npt.NDArray[np.int64]:
     """256 * scale + code; [rows, K], [rows, groups] -> [rows, groups, group], 0 at the end."""
     missing = scale.shape[1] * group - codes.shape[1]
     padded = np.pad(codes, ((0, 0), (0, missing))) if missing else codes
-    shifted = (scale.astype(np.uint16) << 8)[..., None]
-    index: npt.NDArray[np.uint16] = padded.reshape(*scale.shape, group) + shifted
+    shifted = (scale.astype(np.int64) << 8)[..., None]
+    flat: npt.NDArray[np.int64] = _scratch.take("index", padded.size, torch.int64).numpy()
+    index = flat[: padded.size].reshape(*scale.shape, group)
+    np.add(padded.reshape(index.shape), shifted, out=index)
     return index
 
 
@@ -238,7 +242,9 @@ def _sums(x: _Operand, w: _Operand) -> F64:
 def _in_one(x: F64, w: F64) -> F64:
     """Exact, so any order will do; + 0 because a sum of the definition is never -0."""
     columns = x.shape[1] * x.shape[2]
-    out: F64 = np.matmul(x.reshape(-1, columns), w.reshape(-1, columns).T)
+    # torch's BLAS: that of NumPy may let one thread wait for the other
+    x_rows, w_rows = (torch.from_numpy(a.reshape(-1, columns)) for a in (x, w))
+    out: F64 = torch.mm(x_rows, w_rows.T).numpy()
     out += 0.0
     return out
 

@@ -75,7 +75,7 @@ INLINE void store(double *to, f64x4 v) { memcpy(to, &v, sizeof v); }
 /* Rows beyond the last are computed as copies of the last one, and not stored. */
 INLINE const void *row_at(const Product *p, ptrdiff_t row, ptrdiff_t row_bytes)
 {
-    return (const char *)p->codes + smaller(row, p->n - 1) * row_bytes;
+    return (const char *)p->codes + smaller(row, p->stop - 1) * row_bytes;
 }
 
 /* Rows row ... and columns k ... of the weight, decoded together. */
@@ -121,7 +121,7 @@ INLINE void gather(const Product *p, Tile t, const int rows, const int bits, uin
 
 INLINE const double *fp8_table(const Product *p, ptrdiff_t row, ptrdiff_t k)
 {
-    ptrdiff_t at = smaller(row, p->n - 1) / 128 * ceil_div(p->k, 128) + k / 128;
+    ptrdiff_t at = smaller(row, p->stop - 1) / 128 * ceil_div(p->k, 128) + k / 128;
     return p->table + 256 * (ptrdiff_t)p->scale[at];
 }
 
@@ -306,7 +306,7 @@ INLINE void scale_fp4(const Product *p, ptrdiff_t row, ptrdiff_t k0, int groups,
     uint8_t code[BLOCK / GROUP4][TILE4];
     for (int r = 0; r < TILE4; r++)
         for (int g = 0; g < groups; g++)
-            code[g][r] = p->scale[smaller(row + r, p->n - 1) * columns + k0 / GROUP4 + g];
+            code[g][r] = p->scale[smaller(row + r, p->stop - 1) * columns + k0 / GROUP4 + g];
     for (int g = 0; g < groups; g++)
         for (int r = 0; r < TILE4; r++) {
             uint64_t bits = code[g][r] == 255 ? 0x7FF8ull << 48 : (code[g][r] + 1023ull - 127) << 52;

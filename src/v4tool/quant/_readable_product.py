@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
-from v4tool.quant._weight import QuantizedWeight, dequantize
+from v4tool.quant._weight import QuantizedWeight, Weight, dequantize, in_memory
 from v4tool.quant.activation import act_quant, to_bf16
 from v4tool.quant.formats import E4M3, E8M0, look_up
 
 
-def quantized(x: Tensor, w: QuantizedWeight, threads: int = 1) -> Tensor:
+def quantized(x: Tensor, w: Weight, threads: int = 1) -> Tensor:
     """BF16 [M, K], quantised by act_quant, times w [N, K] -> BF16 [M, N]."""
+    w = in_memory(w)
     return to_bf16(
         product(activation(*act_quant(x)), dequantize(w), 32 if w.kind == "fp4" else 128)
     )
@@ -20,8 +21,9 @@ def plain(x: Tensor, w: Tensor, threads: int = 1) -> Tensor:
     return product(x.double(), w.double(), 128)
 
 
-def grouped(x: Tensor, w: QuantizedWeight, threads: int = 1) -> Tensor:
+def grouped(x: Tensor, w: Weight, threads: int = 1) -> Tensor:
     """BF16 [M, G, K] times BF16 of the values of w [G * R, K] -> BF16 [M, G, R]."""
+    w = in_memory(w)
     weights = bf16_values(w, x.shape[1])
     parts = [product(x[:, g].double(), weights[g], 128) for g in range(x.shape[1])]
     return to_bf16(torch.stack(parts, dim=1))

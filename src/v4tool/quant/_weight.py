@@ -1,5 +1,6 @@
 """A quantised weight as the checkpoint holds it, and the values it stands for (SPEC section 2)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +48,32 @@ class QuantizedWeight:
         return QuantizedWeight(
             self.codes[start:stop], self.scale[start // 128 : -(-stop // 128)], self.kind
         )
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A quantised weight whose codes are still in their file; a product reads each row once.
+
+    shape: (N, K); scale, kind: as of a QuantizedWeight. read(start, stop): the codes of rows
+    start ... stop-1, which the next call in the same thread overwrites.
+    """
+
+    shape: tuple[int, int]
+    scale: Tensor
+    kind: Literal["fp8", "fp4"]
+    read: Callable[[int, int], Tensor]
+
+    def whole(self) -> QuantizedWeight:
+        """The weight with all of its codes in memory."""
+        return QuantizedWeight(self.read(0, self.shape[0]), self.scale, self.kind)
+
+
+Weight = QuantizedWeight | StoredWeight
+
+
+def in_memory(w: Weight) -> QuantizedWeight:
+    """The weight with all of its codes in memory."""
+    return w.whole() if isinstance(w, StoredWeight) else w
 
 
 def dequantize(w: QuantizedWeight) -> Tensor:

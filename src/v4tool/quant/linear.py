@@ -32,7 +32,7 @@ from torch import Tensor
 
 from v4tool.errors import V4ToolError
 from v4tool.quant import _readable_product as readable
-from v4tool.quant._weight import QuantizedWeight, dequantize
+from v4tool.quant._weight import QuantizedWeight, StoredWeight, Weight, dequantize, in_memory
 from v4tool.quant.activation import act_quant, to_bf16
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "QuantizedWeight",
+    "StoredWeight",
     "backend_in_use",
     "dequantize",
     "grouped_linear",
@@ -51,11 +52,11 @@ __all__ = [
 class _Backend(Protocol):
     """One way to compute the products; see `_readable_product` for shapes and dtypes."""
 
-    def quantized(self, x: Tensor, w: QuantizedWeight, threads: int) -> Tensor: ...
+    def quantized(self, x: Tensor, w: Weight, threads: int) -> Tensor: ...
 
     def plain(self, x: Tensor, w: Tensor, threads: int) -> Tensor: ...
 
-    def grouped(self, x: Tensor, w: QuantizedWeight, threads: int) -> Tensor: ...
+    def grouped(self, x: Tensor, w: Weight, threads: int) -> Tensor: ...
 
 
 @cache
@@ -96,7 +97,7 @@ def _backend_for(x: Tensor, numerics: "Numerics") -> _Backend:
     return _backend(backend_in_use(numerics) if x.device.type == "cpu" else "readable")
 
 
-def q_linear(x: Tensor, w: QuantizedWeight, numerics: "Numerics") -> Tensor:
+def q_linear(x: Tensor, w: Weight, numerics: "Numerics") -> Tensor:
     """Quantise x to FP8 in blocks of 128, multiply by the weight, round to BF16 (SPEC 3).
 
     BF16 [..., K] and [N, K] -> BF16 [..., N].
@@ -104,7 +105,7 @@ def q_linear(x: Tensor, w: QuantizedWeight, numerics: "Numerics") -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if numerics.accumulate == "float32":
         values = readable.activation(*act_quant(rows))
-        out = to_bf16(F.linear(values.float(), dequantize(w).float()))
+        out = to_bf16(F.linear(values.float(), dequantize(in_memory(w)).float()))
     else:
         out = _backend_for(rows, numerics).quantized(rows, w, numerics.threads)
     return out.reshape(*x.shape[:-1], w.shape[0])
@@ -122,7 +123,7 @@ def linear_hi(x: Tensor, w: Tensor, numerics: "Numerics") -> Tensor:
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
-def grouped_linear(x: Tensor, w: QuantizedWeight, numerics: "Numerics") -> Tensor:
+def grouped_linear(x: Tensor, w: Weight, numerics: "Numerics") -> Tensor:
     """The product with wo_a: each group has its own rows of the weight (SPEC 5, attention step 7).
 
     BF16 [..., G, K] and FP8 [G * R, K] -> BF16 [..., G, R]. The weight is BF16(element * scale);
@@ -130,7 +131,7 @@ def grouped_linear(x: Tensor, w: QuantizedWeight, numerics: "Numerics") -> Tenso
     """
     rows = x.reshape(-1, *x.shape[-2:])
     if numerics.accumulate == "float32":
-        weights = readable.bf16_values(w, x.shape[-2]).float()
+        weights = readable.bf16_values(in_memory(w), x.shape[-2]).float()
         out = to_bf16(torch.einsum("mgk,grk->mgr", rows.float(), weights))
     else:
         out = _backend_for(rows, numerics).grouped(rows, w, numerics.threads)

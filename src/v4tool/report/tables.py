@@ -52,9 +52,7 @@ def lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """
     every = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-    return "\n".join(
-        "  ".join(map(str.ljust, row, widths)).rstrip() for row in every
-    )
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in every)
 
 
 def keys_lines(keys: Keys) -> str:
