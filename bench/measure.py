@@ -26,7 +26,7 @@ from bench.weights import StandIn
 from bench.work import operations
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import ModelConfig, Numerics
-from v4tool.model.block import block, embed, head, mtp_input
+from v4tool.model.block import block, embed, head_input, logits, mtp_input
 from v4tool.model.scope import Scope, Segment
 from v4tool.names import Step
 
@@ -80,7 +80,7 @@ def task(engine: str, weights: StandIn, layer: int, tokens: int, threads: int) -
         scope = scope_of(weights, numerics, tokens, lambda name, value: None)
         if layer == config.n_layers + 1:
             embed(scope, "embed.weight")
-            return head(scope, x, "head.weight")
+            return logits(scope, head_input(scope, x), "head.weight")
         path = config.block_path(layer) + "."
         place = replace(scope, path=path, record=path)
         y = mtp_input(place, x, "embed.weight") if config.is_mtp(layer) else x

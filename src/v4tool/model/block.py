@@ -3,6 +3,8 @@
 T tokens of the batch, M streams, D dim, V vocabulary.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -54,9 +56,13 @@ def last_rows(scope: Scope, x: Tensor) -> Tensor:
     return torch.stack([part[-1] for _, part in scope.parts(x)])
 
 
-def logits(scope: Scope, y_TD: Tensor, matrix: str) -> Tensor:
-    """The last positions' logits: BF16 [T, D] -> acc [segments, V], the matrix in pieces."""
-    last = last_rows(scope, y_TD)
+def head_input(scope: Scope, x_TMD: Tensor) -> Tensor:
+    """What goes into the output matrix, `norm.out` recorded: BF16 [T, M, D] -> [segments, D]."""
+    return last_rows(scope, scope.tap("norm.out", scope.norm("norm", hc_head(scope, x_TMD))))
+
+
+def logits(scope: Scope, y_nD: Tensor, matrix: str) -> Tensor:
+    """The output matrix, read in pieces, times some rows: BF16 [n, D] -> acc [n, V]."""
     size = scope.config.vocab_size
     row_bytes = scope.weights.nbytes(matrix) // size
 
@@ -64,24 +70,17 @@ def logits(scope: Scope, y_TD: Tensor, matrix: str) -> Tensor:
         stop = min(start + HEAD_ROWS, size)
         buffer = scope.buffers.take("codes", (stop - start) * row_bytes, torch.uint8)
         return linear_hi(
-            last, scope.weights.read_rows(matrix, start, stop, buffer), scope.alone.numerics
+            y_nD, scope.weights.read_rows(matrix, start, stop, buffer), scope.alone.numerics
         )
 
     return torch.cat(list(in_order(piece, range(0, size, HEAD_ROWS), scope.threads)), dim=1)
 
 
-def head(scope: Scope, x_TMD: Tensor, matrix: str) -> Tensor:
-    """Streams to logits, `norm.out`, `head.out` recorded: BF16 [T, M, D] -> acc [segments, V]."""
-    y = scope.tap("norm.out", scope.norm("norm", hc_head(scope, x_TMD)))
-    result = logits(scope, y, matrix)
-    tap_logits(scope, "head.out", result)
-    return result
-
-
-def tap_logits(scope: Scope, name: str, logits_nV: Tensor) -> None:
-    """Show every segment its row of logits as [1, V]."""
-    for segment, row in zip(scope.segments, logits_nV, strict=True):
-        scope.tap_for(segment, name, row.unsqueeze(0))
+def tap_logits(scope: Scope, names: Iterable[str], logits_nV: Tensor) -> None:
+    """Show every segment its row of logits as [1, V], under each name."""
+    for name in names:
+        for segment, row in zip(scope.segments, logits_nV, strict=True):
+            scope.tap_for(segment, name, row.unsqueeze(0))
 
 
 def mtp_input(scope: Scope, h_TMD: Tensor, embedding: str) -> Tensor:
@@ -93,10 +92,7 @@ def mtp_input(scope: Scope, h_TMD: Tensor, embedding: str) -> Tensor:
     return to_bf16(e.to(scope.acc) + h.to(scope.acc))
 
 
-def mtp(scope: Scope, h_TMD: Tensor, embedding: str, matrix: str) -> Tensor:
-    """The MTP block and its head: the main layers' streams [T, M, D] -> acc [segments, V]."""
+def mtp(scope: Scope, h_TMD: Tensor, embedding: str) -> Tensor:
+    """MTP up to the output matrix: the main layers' streams [T, M, D] -> BF16 [segments, D]."""
     x = block(scope, mtp_input(scope, h_TMD, embedding), scope.config.n_layers)
-    result = head(scope, x, matrix)
-    tap_logits(scope, "logits.out", result)
-    tap_logits(scope, "out", result)
-    return result
+    return head_input(scope, x)

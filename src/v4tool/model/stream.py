@@ -13,7 +13,16 @@ from torch import Tensor
 
 from v4tool.config import ModelConfig, Numerics
 from v4tool.model.ahead import Announced
-from v4tool.model.block import block, embed, head, large_weights, last_rows, mtp
+from v4tool.model.block import (
+    block,
+    embed,
+    head_input,
+    large_weights,
+    last_rows,
+    logits,
+    mtp,
+    tap_logits,
+)
 from v4tool.model.scope import LayerState, Scope, Segment, Tap, Weights
 from v4tool.names import Step, steps_of
 
@@ -84,12 +93,39 @@ def through_layers(scope: Scope, extent: Extent, watch: Watch, name: str) -> Ten
     return x
 
 
-def through_mtp(scope: Scope, sequences: list[Sequence], x_TMD: Tensor) -> Tensor:
-    """MTP prefill and decode of all sequences as one batch, prefills first: acc [2 n, V]."""
+HEAD_NAMES, MTP_HEAD_NAMES = ("head.out",), ("head.out", "logits.out", "out")
+"""What the logits of the main stack and of MTP are recorded as (SPEC section 6)."""
+
+
+def mtp_scope(scope: Scope, sequences: list[Sequence]) -> Scope:
+    """MTP prefill and decode of all sequences as one batch, prefills first."""
     prefills, decodes = zip(*(sequence.mtp_segments() for sequence in sequences), strict=True)
-    h = torch.cat([x_TMD, last_rows(scope, x_TMD)])
-    place = replace(scope, segments=prefills + decodes, path="mtp.0.", record="")
-    return mtp(place, h, EMBEDDING, MATRIX)
+    return replace(scope, segments=prefills + decodes, path="mtp.0.", record="")
+
+
+def through_heads(
+    scope: Scope, sequences: list[Sequence], x_TMD: Tensor, ends: Extent, watch: Watch, name: str
+) -> Tensor | None:
+    """What follows the last layer's streams: the main logits, acc [n, V], if they are asked for.
+
+    MTP runs before the main stack's head, so that the output matrix is read once for both.
+    """
+    places: list[tuple[Scope, tuple[str, ...], Tensor]] = []
+    if ends.head:
+        places.append((scope, HEAD_NAMES, head_input(scope, x_TMD)))
+    if ends.mtp:
+        watch("mtp", "mtp.0")
+        place, streams = mtp_scope(scope, sequences), [x_TMD, last_rows(scope, x_TMD)]
+        places.append((place, MTP_HEAD_NAMES, mtp(place, torch.cat(streams), EMBEDDING)))
+    if not places:
+        return None
+    if ends.head:
+        watch(name, "head")
+    rows = [part for _, _, part in places]
+    parts = logits(scope, torch.cat(rows), MATRIX).split([len(part) for part in rows])
+    for (place, names, _), part in zip(places, parts, strict=True):
+        tap_logits(place, names, part)
+    return parts[0] if ends.head else None
 
 
 def greedy(sequences: list[Sequence], logits_nV: Tensor, number: int) -> None:
@@ -123,9 +159,7 @@ def run(
             segments = tuple(sequence.main_segment(number) for sequence in going)
             scope = Scope(announced, config, numerics, segments)
             x = through_layers(scope, extent, watch, name)
-            if extent.head:
-                watch(name, "head")
-                greedy(going, head(scope, x, MATRIX), number)
-            if extent.mtp and number == 0:
-                watch("mtp", "mtp.0")
-                through_mtp(scope, going, x)
+            ends = replace(extent, mtp=extent.mtp and number == 0)
+            result = through_heads(scope, going, x, ends, watch, name)
+            if result is not None:
+                greedy(going, result, number)
