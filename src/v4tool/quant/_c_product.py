@@ -22,6 +22,7 @@ _FP4, _FP8, _BF16, _F32 = range(4)  # enum kind
 _X_ROWS = 384  # packed at a time: bounds the memory; decoding the weight again costs little by then
 _W_ROWS = 128  # at most in one task
 _FEW_X_ROWS = 32  # where fetching the weight, not multiplying, takes the time: then
+_LEAST = 1 << 20  # products in one task, if there are several
 _W_BYTES = 1 << 19  # at most in one task: a second-level cache
 
 _E4M3 = E4M3.double()
@@ -155,9 +156,11 @@ def _pack_bf16(x: Tensor) -> _X:
 def _multiply(x: _X, w: _W, w_rows: range, out: Tensor, threads: int) -> None:
     """out[:, w_rows] = x times those rows of w; out is contiguous, [rows of x, N]."""
     tile = _kernel.TILE
-    share = -(-len(w_rows) // (4 * threads))
     most = _W_BYTES // w.row_bytes if x.rows <= _FEW_X_ROWS else _W_ROWS
-    step = max(tile, min(most // tile, -(-share // tile)) * tile)
+    if threads > 1:  # enough for all to do, but nothing so small that to share it out costs more
+        share = max(len(w_rows) // (4 * threads), _LEAST // (x.rows * w.shape[1]))
+        most = min(most, share)
+    step = max(tile, most // tile * tile)
 
     def task(i: int) -> None:
         start = w_rows.start + i * step
