@@ -9,7 +9,7 @@ from tests.faults.own import attention_of
 from tests.faults.rotation import MSCALE
 from v4tool.model import attention, compress
 from v4tool.quant.activation import act_quant_inplace
-from v4tool.quant.linear import QuantizedWeight, grouped_linear
+from v4tool.quant.linear import QuantizedWeight, grouped_linear, in_memory
 
 CORE = {"operator": "sparse_attn", "key": "layers.0.attn.sparse_attn.out"}
 KV = {"operator": "attn_kv", "key": "layers.0.attn.sparse_attn.in.kv"}
@@ -125,7 +125,7 @@ HEAD_DIM = 128
 
 def first_group(x, w):
     rows = w.shape[0] // x.shape[1]
-    first = w.rows(0, rows)
+    first = in_memory(w).rows(0, rows)
     codes, scale = (t.repeat(x.shape[1], 1) for t in (first.codes, first.scale))
     return x, QuantizedWeight(codes, scale, w.kind)
 

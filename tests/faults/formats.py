@@ -14,7 +14,7 @@ from tests.faults.own import (
 from v4tool.model import moe, scope
 from v4tool.model.scope import Scope
 from v4tool.quant.formats import E2M1, E4M3, E8M0, unpack_fp4
-from v4tool.quant.linear import QuantizedWeight
+from v4tool.quant.linear import QuantizedWeight, in_memory
 
 EXPERT = {
     "operator": "q_linear[ffn.experts.<E>.w1]",
@@ -29,7 +29,9 @@ def stored(change):
     def inject(patch: Patch) -> None:
         right = Scope.quantized
         patch.setattr(
-            Scope, "quantized", lambda self, name, width: change(right(self, name, width))
+            Scope,
+            "quantized",
+            lambda self, name, width: change(in_memory(right(self, name, width))),
         )
 
     return inject

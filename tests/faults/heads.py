@@ -26,14 +26,14 @@ def ffn_norm_twice(patch: Patch) -> None:
 
 
 def final_norm_missing(patch: Patch) -> None:
-    right_logits, right_head, last = block.logits, hyper.hc_head, {}
+    right = block.head_input
 
-    def head(scope, x):
-        last["y"] = right_head(scope, x)
-        return last["y"]
+    def wrong(scope, x):
+        right(scope, x)  # norm.out is recorded all the same
+        return block.last_rows(scope, hyper.hc_head(scope, x))
 
-    patch.setattr(block, "hc_head", head)
-    patch.setattr(block, "logits", lambda scope, y, matrix: right_logits(scope, last["y"], matrix))
+    for module in (block, stream):
+        patch.setattr(module, "head_input", wrong)
 
 
 def norm_before_head(patch: Patch) -> None:
@@ -46,9 +46,7 @@ def mtp_given(change):
 
     def inject(patch: Patch) -> None:
         right = block.mtp
-        patch.setattr(
-            stream, "mtp", lambda scope, h, table, matrix: right(scope, change(h), table, matrix)
-        )
+        patch.setattr(stream, "mtp", lambda scope, h, table: right(scope, change(h), table))
 
     return inject
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from v4tool.config import Numerics
 from v4tool.quant.activation import act_quant, to_bf16
 from v4tool.quant.formats import E4M3, E8M0
-from v4tool.quant.linear import QuantizedWeight, dequantize
+from v4tool.quant.linear import QuantizedWeight, Weight, dequantize, in_memory
 
 Values = Callable[[Tensor], Tensor]
 
@@ -27,11 +27,11 @@ def quantised(x: Tensor) -> Tensor:
 
 def q_linear_of(
     activations: Values = quantised, weights: Callable[[QuantizedWeight], Tensor] = dequantize
-) -> Callable[[Tensor, QuantizedWeight, Numerics], Tensor]:
+) -> Callable[[Tensor, Weight, Numerics], Tensor]:
     """A `q_linear` that sees other activations or other weights."""
 
-    def q_linear(x: Tensor, w: QuantizedWeight, numerics: Numerics) -> Tensor:
-        return to_bf16(activations(x) @ weights(w).T)
+    def q_linear(x: Tensor, w: Weight, numerics: Numerics) -> Tensor:
+        return to_bf16(activations(x) @ weights(in_memory(w)).T)
 
     return q_linear
 

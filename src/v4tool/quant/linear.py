@@ -41,9 +41,11 @@ if TYPE_CHECKING:
 __all__ = [
     "QuantizedWeight",
     "StoredWeight",
+    "Weight",
     "backend_in_use",
     "dequantize",
     "grouped_linear",
+    "in_memory",
     "linear_hi",
     "q_linear",
 ]
