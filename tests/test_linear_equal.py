@@ -1,6 +1,7 @@
 """Every way to compute a product against the readable one, bit for bit: codes, scales, shapes."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from tests.quant_operands import FAST, READABLE, THERE, codes, fp4, fp8, generat
 from tests.quant_tables import all_bf16, same_bits
 from v4tool.config import Numerics
 from v4tool.quant.activation import to_bf16
-from v4tool.quant.linear import QuantizedWeight, dequantize, grouped_linear, linear_hi, q_linear
+from v4tool.quant.linear import (
+    QuantizedWeight,
+    StoredWeight,
+    dequantize,
+    grouped_linear,
+    linear_hi,
+    q_linear,
+)
 
 CODES = torch.arange(256).to(torch.uint8)
 SCALES = [0, 1, 2, 3, 4, 126, 127, 128, 246, 247, 248, 253, 254, 255]
@@ -282,3 +290,31 @@ def test_no_rows_give_no_rows(backend: str) -> None:
     assert q_linear(none, fp4(g, 20, 128, (120, 130)), n).shape == (0, 20)
     assert linear_hi(none, torch.ones(5, 128), n).shape == (0, 5)
     assert grouped_linear(none.view(0, 1, 128), fp8(g, 20, 128, (120, 130)), n).shape == (0, 1, 20)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize(("m", "n", "k"), [(2, 600, 4096), (40, 700, 1024), (400, 200, 256)])
+def test_a_weight_in_a_file_is_read_once(
+    backend: str, m: int, n: int, k: int, threads: int
+) -> None:
+    """Rows in pieces into a buffer that the next piece overwrites: each of them once."""
+    g = generator(17)
+    for w in (fp4(g, n, k, (118, 124)), fp8(g, n, k, (118, 124))):
+        read: list[tuple[int, int]] = []
+        buffers = threading.local()
+
+        def rows(start: int, stop: int, w=w, read=read, buffers=buffers) -> Tensor:
+            read.append((start, stop))
+            if not hasattr(buffers, "held"):
+                buffers.held = torch.empty_like(w.codes)
+            buffers.held.fill_(0x7F)
+            part = buffers.held[: stop - start]
+            return part.copy_(w.codes[start:stop])
+
+        stored = StoredWeight(w.shape, w.scale, w.kind, rows)
+        x = spread(g, m, k).bfloat16()
+        assert same_bits(q_linear(x, stored, numerics(backend, threads)), q_linear(x, w, READABLE))
+        ends = sorted(read)
+        assert [start for start, _ in ends] == [0, *(stop for _, stop in ends[:-1])]
+        assert ends[-1][1] == n
