@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.cli import Cli, one_line
 from tests.conftest import GOLDEN_MINI, MINI_FILES, GoldenFile, difference, kind_of
 from v4tool.checkpoint.shards import Checkpoint
+from v4tool.config import Numerics
+from v4tool.model.stream import TOKENS_HELD, Sequence, run
 from v4tool.names import generic, is_expert
 from v4tool.record.reader import Recording
 
@@ -300,3 +303,24 @@ def test_a_directory_of_recordings_has_a_manifest(cli: Cli, tmp_path: Path) -> N
     found = Recording.open(tmp_path / "out" / cases["a"]["file"])
     assert cases["a"]["payload_sha256"] == found.metadata["payload_sha256"]
     assert cases["a"]["tensors"] == len(found.keys())
+
+
+@pytest.mark.parametrize(("tokens", "times"), [(TOKENS_HELD, 1), (TOKENS_HELD + 1, 2)])
+def test_the_output_matrix_of_a_short_prompt_is_read_once(tokens: int, times: int) -> None:
+    """However often that is, MTP's keys come after the main head's: the payload's order."""
+    seen: list[str] = []
+    read = {"head.weight": 0}
+    with Checkpoint.open(CKPT) as checkpoint:
+        right = checkpoint.read_rows
+
+        def counted(name: str, start: int, stop: int, buffer: Tensor | None = None) -> Tensor:
+            read[name] = read.get(name, 0) + stop - start
+            return right(name, start, stop, buffer)
+
+        checkpoint.read_rows = counted  # type: ignore[method-assign]
+        sequence = Sequence([7] * tokens, lambda key, value: seen.append(key))
+        run(checkpoint, checkpoint.config, Numerics(), [sequence])
+        assert read["head.weight"] == times * checkpoint.config.vocab_size
+    mtp = [key.startswith("mtp.") for key in seen]
+    assert seen.index("head.out") < mtp.index(True)
+    assert all(mtp[mtp.index(True) :])

@@ -95,6 +95,10 @@ def through_layers(scope: Scope, extent: Extent, watch: Watch, name: str) -> Ten
 
 HEAD_NAMES, MTP_HEAD_NAMES = ("head.out",), ("head.out", "logits.out", "out")
 """What the logits of the main stack and of MTP are recorded as (SPEC section 6)."""
+TOKENS_HELD = 64
+"""So many tokens' values of the MTP block are held in memory to read the output matrix once: a
+megabyte a token in the release, whose matrix is a gibibyte. Beyond that it is read twice.
+"""
 
 
 def mtp_scope(scope: Scope, sequences: list[Sequence]) -> Scope:
@@ -103,29 +107,61 @@ def mtp_scope(scope: Scope, sequences: list[Sequence]) -> Scope:
     return replace(scope, segments=prefills + decodes, path="mtp.0.", record="")
 
 
+def mtp_streams(scope: Scope, x_TMD: Tensor) -> Tensor:
+    """What MTP gets of the last layer: every position, then each prompt's last one for its step."""
+    return torch.cat([x_TMD, last_rows(scope, x_TMD)])
+
+
+def main_head(scope: Scope, x_TMD: Tensor) -> Tensor:
+    """The main stack's end: acc [n, V]."""
+    result = logits(scope, head_input(scope, x_TMD), MATRIX)
+    tap_logits(scope, HEAD_NAMES, result)
+    return result
+
+
+def mtp_head(scope: Scope, sequences: list[Sequence], x_TMD: Tensor) -> None:
+    """MTP and its end."""
+    place = mtp_scope(scope, sequences)
+    rows = mtp(place, mtp_streams(scope, x_TMD), EMBEDDING)
+    tap_logits(place, MTP_HEAD_NAMES, logits(place, rows, MATRIX))
+
+
+def both_heads(scope: Scope, sequences: list[Sequence], x_TMD: Tensor) -> Tensor:
+    """`main_head` and `mtp_head`, shown in that order, by one reading of the output matrix."""
+    held: list[tuple[Tap, str, Tensor]] = []
+
+    def holding(segment: Segment) -> Segment:
+        return replace(
+            segment, tap=lambda key, value: held.append((segment.tap, key, value.clone()))
+        )
+
+    place = mtp_scope(scope, sequences)
+    silent = replace(place, segments=tuple(map(holding, place.segments)))
+    y_main = head_input(scope, x_TMD)
+    y_mtp = mtp(silent, mtp_streams(scope, x_TMD), EMBEDDING)
+    both = logits(scope, torch.cat([y_main, y_mtp]), MATRIX)
+    main, of_mtp = both[: len(y_main)], both[len(y_main) :]
+    tap_logits(scope, HEAD_NAMES, main)
+    for tap, key, value in held:
+        tap(key, value)
+    tap_logits(place, MTP_HEAD_NAMES, of_mtp)
+    return main
+
+
 def through_heads(
     scope: Scope, sequences: list[Sequence], x_TMD: Tensor, ends: Extent, watch: Watch, name: str
 ) -> Tensor | None:
-    """What follows the last layer's streams: the main logits, acc [n, V], if they are asked for.
-
-    MTP runs before the main stack's head, so that the output matrix is read once for both.
-    """
-    places: list[tuple[Scope, tuple[str, ...], Tensor]] = []
-    if ends.head:
-        places.append((scope, HEAD_NAMES, head_input(scope, x_TMD)))
-    if ends.mtp:
-        watch("mtp", "mtp.0")
-        place, streams = mtp_scope(scope, sequences), [x_TMD, last_rows(scope, x_TMD)]
-        places.append((place, MTP_HEAD_NAMES, mtp(place, torch.cat(streams), EMBEDDING)))
-    if not places:
-        return None
+    """What follows the last layer's streams: the main logits, acc [n, V], if they are asked for."""
     if ends.head:
         watch(name, "head")
-    rows = [part for _, _, part in places]
-    parts = logits(scope, torch.cat(rows), MATRIX).split([len(part) for part in rows])
-    for (place, names, _), part in zip(places, parts, strict=True):
-        tap_logits(place, names, part)
-    return parts[0] if ends.head else None
+    if ends.head and ends.mtp and len(x_TMD) <= TOKENS_HELD:
+        watch("mtp", "mtp.0")
+        return both_heads(scope, sequences, x_TMD)
+    result = main_head(scope, x_TMD) if ends.head else None
+    if ends.mtp:
+        watch("mtp", "mtp.0")
+        mtp_head(scope, sequences, x_TMD)
+    return result
 
 
 def greedy(sequences: list[Sequence], logits_nV: Tensor, number: int) -> None:
