@@ -46,7 +46,7 @@ class _X:
 
 @dataclass(frozen=True)
 class _W:
-    """A weight as the kernel takes it; scale codes and table of values if it is quantised.
+    """A weight as the kernel takes it; scale codes if it is quantised, a table of values if FP8.
 
     rows(start, stop): the codes of those rows, until the next call in the same thread.
     """
@@ -59,7 +59,7 @@ class _W:
     table: Tensor | None = None
 
     @classmethod
-    def of(cls, w: Weight, table: Tensor, x_rows: int) -> Self:
+    def of(cls, w: Weight, table: Tensor | None, x_rows: int) -> Self:
         """A quantised weight, to be multiplied with so many rows of x."""
         if isinstance(w, StoredWeight) and x_rows > _X_ROWS:
             w = w.whole()
@@ -75,7 +75,7 @@ def _rows_of(codes: Tensor) -> Callable[[int, int], Tensor]:
 
 def quantized(x: Tensor, w: Weight, threads: int) -> Tensor:
     """BF16 [M, K], quantised as by act_quant, times w [N, K] -> BF16 [M, N]."""
-    table, pack = (_E8M0, _pack_for_fp4) if w.kind == "fp4" else (FP8_VALUES, _pack_fp8)
+    table, pack = (None, _pack_for_fp4) if w.kind == "fp4" else (FP8_VALUES, _pack_fp8)
     weight = _W.of(w, table, x.shape[0])
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
     for rows in _x_chunks(x.shape[0]):
@@ -160,7 +160,7 @@ def _multiply(x: _X, w: _W, w_rows: range, out: Tensor, threads: int) -> None:
     if threads > 1:  # enough for all to do, but nothing so small that to share it out costs more
         share = max(len(w_rows) // (4 * threads), _LEAST // (x.rows * w.shape[1]))
         most = min(most, share)
-    step = max(tile, most // tile * tile)
+    step = max(tile, min(most // tile, -(-len(w_rows) // tile)) * tile)
 
     def task(i: int) -> None:
         start = w_rows.start + i * step

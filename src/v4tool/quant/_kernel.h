@@ -24,7 +24,7 @@ typedef struct {
     const uint8_t *wide;   /* FP4: [blocks of k][m], bit i: group i of the block needs binary64 */
     const void *codes;     /* [n][k], FP4 [n][k / 2]; rows start ... stop - 1 are there */
     const uint8_t *scale;  /* FP4 [n][ceil(k / 32)], FP8 [ceil(n / 128)][ceil(k / 128)] */
-    const double *table;   /* FP4 [scale], FP8 [scale][code] */
+    const double *table;   /* FP8 [scale][code] */
     ptrdiff_t start, stop; /* the rows of the weight to do */
     double *acc;           /* room for [tiles of start ... stop][m][tile] */
     void *out;             /* [m][n], BF16 or binary64 */
