@@ -11,7 +11,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tests.cli import cli  # noqa: F401  (a fixture for every test)
+from tests.quant_operands import HAS_KERNEL
 from v4tool.checkpoint.shards import Checkpoint
+from v4tool.model import moe
 from v4tool.names import Keys, generic, recording_keys
 
 ROOT = Path(__file__).parent.parent
@@ -104,3 +106,13 @@ def mini() -> Iterator[Checkpoint]:
 def one_thread() -> None:
     """torch's own threads would only disturb a busy machine; the results do not depend on them."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def shared_out() -> Iterator[None]:
+    """Work is shared out among threads however little it is, as tests have little."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "PRODUCTS_AT_LEAST", 0)
+        if HAS_KERNEL:
+            patch.setattr("v4tool.quant._c_product._LEAST", 1)
+        yield

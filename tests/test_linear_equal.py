@@ -22,6 +22,8 @@ from v4tool.quant.linear import (
     q_linear,
 )
 
+pytestmark = pytest.mark.usefixtures("shared_out")
+
 CODES = torch.arange(256).to(torch.uint8)
 SCALES = [0, 1, 2, 3, 4, 126, 127, 128, 246, 247, 248, 253, 254, 255]
 """The ends, and on both sides of where BF16(element * scale) starts to differ from the product."""

@@ -20,6 +20,8 @@ from v4tool.model.layers import by_tokens, sigmoid, softplus
 from v4tool.model.stream import Sequence, run
 from v4tool.model.workers import RESULTS_AHEAD, in_order
 
+pytestmark = pytest.mark.usefixtures("shared_out")
+
 
 def recorded(threads: int) -> list[tuple[str, Tensor]]:
     """Everything that two prompts and their decode steps show, in order."""

@@ -6,8 +6,10 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from v4tool.errors import OutputError
 from v4tool.record.reader import Recording
-from v4tool.record.writer import RecordingWriter
+from v4tool.record.writer import PIECE, PIECES, RecordingWriter
 
 
 def write(path: Path, tensors: dict[str, Tensor], *, force: bool = False) -> str:
@@ -45,6 +47,46 @@ def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
         expected = tensor.float() if tensor.is_floating_point() else tensor
         assert found[name].dtype == expected.dtype, name
         assert torch.equal(found[name], expected), name
+
+
+def test_values_that_go_over_the_end_of_a_piece(tmp_path: Path) -> None:
+    """What lies between two pieces of memory, or fills several, comes out as it went in."""
+    values = {
+        "most of one": torch.arange(PIECE // 4 - 2, dtype=torch.int32),
+        "over its end": torch.arange(10, dtype=torch.bfloat16),
+        "several": torch.arange(PIECE, dtype=torch.float32),
+        "turned": torch.arange(PIECE // 2, dtype=torch.float64).view(2, -1).T,
+        "wide": torch.arange(PIECE // 4, dtype=torch.int64),
+        "odd": torch.arange(PIECE // 4 + 1, dtype=torch.float32),
+    }
+    digest = write(tmp_path / "a.safetensors", values)
+    found = load_file(tmp_path / "a.safetensors")
+    for name, value in values.items():
+        expected = value.float() if value.is_floating_point() else value
+        assert torch.equal(found[name], expected), name
+    data = (tmp_path / "a.safetensors").read_bytes()
+    header = int.from_bytes(data[:8], "little")
+    assert hashlib.sha256(data[8 + header :]).hexdigest() == digest
+
+
+def test_memory_is_bounded_where_the_disk_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever computes waits for the writing thread once all pieces are full."""
+    go_on = threading.Event()
+    with RecordingWriter(tmp_path / "a.safetensors", 1, {}) as writer:
+        slow = SimpleNamespace(write=lambda data: go_on.wait())
+        monkeypatch.setattr(writer, "_file", slow)
+        value = torch.zeros(PIECES * PIECE // 4)
+        caller = threading.Thread(target=writer.put, args=("x", torch.cat([value, value])))
+        caller.start()
+        caller.join(0.5)
+        assert caller.is_alive()
+        assert writer._pieces == PIECES
+        go_on.set()
+        caller.join(10)
+        assert not caller.is_alive()
+        monkeypatch.undo()
 
 
 def test_payload_hash_is_of_the_bytes_after_the_header(tmp_path: Path) -> None:

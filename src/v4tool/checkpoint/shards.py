@@ -227,7 +227,7 @@ class Checkpoint:
 
     def _require_not_zero(self, name: str, entry: Entry, raw: Tensor) -> None:
         """Refuse a tensor that is zero throughout; rows of zeros (unused tokens) are no proof."""
-        if name in self._not_zero or raw[:PROBE].any() or raw.any():
+        if name in self._not_zero or any(raw.numpy().data[:PROBE]) or raw.any():
             self._not_zero.add(name)
             return
         piece = torch.empty(min(entry.nbytes, 1 << 24), dtype=torch.uint8)

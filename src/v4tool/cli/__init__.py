@@ -5,6 +5,8 @@ stderr). stdout carries results alone; progress and remarks go to stderr. Everyt
 imported inside the commands, so that `--help` answers at once.
 """
 
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -47,6 +49,10 @@ def top(
 
 def main(run: Callable[[], None] = app) -> None:
     """Run the command line; a user's mistake becomes one line on stderr and exit status 2."""
+    # torch's import makes half a million objects that stay; to look through them for garbage again
+    # and again, and once more at the end, takes a second
+    gc.set_threshold(100_000, 20, 20)
+    atexit.register(gc.freeze)
     try:
         run()
     except V4ToolError as error:

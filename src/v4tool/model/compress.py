@@ -100,9 +100,8 @@ def block_rows(x: Tensor, first_block: int, blocks: int, ratio: int, before: flo
 
 def pool(kv: Tensor, gate: Tensor) -> Tensor:
     """Softmax-weighted sum over a block's rows, per column: acc [t, rows, d], twice -> [t, d]."""
-    e = torch.exp(gate - gate.amax(1, keepdim=True)).transpose(1, 2)
-    weights = e / ordered_sum(e).unsqueeze(-1)
-    return ordered_sum(kv.transpose(1, 2) * weights)
+    e = torch.exp(gate - gate.amax(1, keepdim=True))
+    return ordered_sum(kv * (e / ordered_sum(e, 1, keepdim=True)), 1)
 
 
 def completed_blocks(
@@ -175,7 +174,7 @@ def index_scores(q_sHd: Tensor, k_td: Tensor, weights_sH: Tensor, acc: torch.dty
     """
     scores = to_bf16(q_sHd.to(acc) @ k_td.to(acc).T)
     weighted = to_bf16(scores.relu().to(acc) * weights_sH.to(acc).unsqueeze(-1))
-    return to_bf16(ordered_sum(weighted.to(acc).transpose(1, 2)))
+    return to_bf16(ordered_sum(weighted.to(acc), 1))
 
 
 def choose_blocks(scores_st: Tensor, allowed_s: Tensor, k: int, offset: int) -> Tensor:

@@ -30,16 +30,10 @@ def _inverse_rms(flat: Tensor, scope: Scope) -> Tensor:
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """Make acc [T, M, M] nearly doubly stochastic: softmax over rows, then columns, rows, ..."""
     e = torch.exp(logits - logits.amax(-1, keepdim=True))
-    comb = e / ordered_sum(e).unsqueeze(-1) + eps
-    comb = comb / (_column_sums(comb) + eps)
-    for _ in range(iterations - 1):
-        comb = comb / (ordered_sum(comb).unsqueeze(-1) + eps)
-        comb = comb / (_column_sums(comb) + eps)
+    comb = e / ordered_sum(e, keepdim=True) + eps
+    for dim in (-2, *((-1, -2) * (iterations - 1))):
+        comb = comb / (ordered_sum(comb, dim, keepdim=True) + eps)
     return comb
-
-
-def _column_sums(comb: Tensor) -> Tensor:
-    return ordered_sum(comb.transpose(-1, -2)).unsqueeze(-2)
 
 
 def hc_split(scope: Scope, name: str, mixes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,7 +53,7 @@ def weighted_streams(pre_TM: Tensor, x_TMD: Tensor, *, threads: int = 1) -> Tens
     """BF16(sum over streams of pre * x): acc [T, M], BF16 [T, M, D] -> BF16 [T, D]."""
 
     def mixed(pre: Tensor, x: Tensor) -> Tensor:
-        return to_bf16(ordered_sum((pre.unsqueeze(-1) * x.to(pre.dtype)).transpose(-1, -2)))
+        return to_bf16(ordered_sum(pre.unsqueeze(-1) * x.to(pre.dtype), -2))
 
     return by_tokens(mixed, pre_TM, x_TMD, threads=threads)
 

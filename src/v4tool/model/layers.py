@@ -23,13 +23,14 @@ arithmetic.
 """
 
 
-def ordered_sum(x: Tensor) -> Tensor:
-    """Sum over the last dim in a fixed order: [..., n] -> [...], same dtype; n = 0 gives 0."""
-    while (n := x.shape[-1]) > 1:
-        half = n // 2
-        folded = x[..., :half] + x[..., half : 2 * half]
-        x = torch.cat([folded, x[..., 2 * half :]], dim=-1) if n % 2 else folded
-    return x.squeeze(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+def ordered_sum(x: Tensor, dim: int = -1, *, keepdim: bool = False) -> Tensor:
+    """Sum over a dim in a fixed order: [..., n, ...] -> [..., ...], same dtype; n = 0 gives 0."""
+    while (n := x.shape[dim]) > 1:
+        first, second, *rest = x.split_with_sizes([n // 2, n // 2, 1][: 2 + n % 2], dim)
+        x = torch.cat([first + second, *rest], dim) if rest else first + second
+    if not x.shape[dim]:
+        x = torch.zeros_like(x.sum(dim, keepdim=True))
+    return x if keepdim else x.squeeze(dim)
 
 
 def by_tokens(function: Callable[..., Tensor], *xs: Tensor, threads: int = 1) -> Tensor:
@@ -59,7 +60,7 @@ def sigmoid(x: Tensor) -> Tensor:
     torch's own takes another exponential for the last few elements of a tensor, so its bits
     depend on where in a batch a value stands.
     """
-    return 1.0 / (1.0 + torch.exp(-x))
+    return torch.exp(-x).add_(1.0).reciprocal_()
 
 
 def softplus(x: Tensor) -> Tensor:

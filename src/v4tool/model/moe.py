@@ -5,7 +5,9 @@ weights are read once for all tokens of the batch that reach it, and only if one
 computed at a time, each by one thread; what is recorded and summed goes in index order.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -18,6 +20,10 @@ from v4tool.quant.linear import q_linear
 
 EXPERTS_AHEAD = 8
 """Experts that the reader is told of ahead: 100 MB in the release, 0.2 s of a slow disk."""
+PRODUCTS_AT_LEAST = 1 << 22
+"""Multiplications in an expert, on average, from which on several are computed at a time: for a
+millisecond of the kernel's work threads need not contend for the interpreter.
+"""
 
 
 def scores(scope: Scope, x_TD: Tensor) -> Tensor:
@@ -74,12 +80,13 @@ def expert(scope: Scope, x_nD: Tensor, weight_n: Tensor | None) -> dict[str, Ten
     return {"w1.out": w1, "w3.out": w3, "w2.out": w2, "out": w2}
 
 
-def routed_rows(experts_TK: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Every expert reached, lowest first, with its tokens I64 [n] and their places in K."""
+def routed_rows(weights_TK: Tensor, experts_TK: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Every expert reached, lowest first, with its tokens I64 [n] and their weights acc [n]."""
     ordered, where = experts_TK.flatten().sort(stable=True)
     reached, counts = ordered.unique_consecutive(return_counts=True)
-    for e, cells in zip(reached.tolist(), where.split(counts.tolist()), strict=True):
-        yield e, cells // experts_TK.shape[1], cells % experts_TK.shape[1]
+    rows, weights = where // experts_TK.shape[1], weights_TK.flatten()[where]
+    parts = (x.split(counts.tolist()) for x in (rows, weights))
+    yield from zip(reached.tolist(), *parts, strict=True)
 
 
 def tap_expert(scope: Scope, outputs: dict[str, Tensor], rows: Tensor) -> None:
@@ -87,12 +94,21 @@ def tap_expert(scope: Scope, outputs: dict[str, Tensor], rows: Tensor) -> None:
 
     rows: I64 [n], ascending tokens of the batch.
     """
-    ends = torch.tensor([s.step.tokens for s in scope.segments]).cumsum(0)
-    stops = torch.searchsorted(rows, ends).tolist()
+    ends = list(accumulate(segment.step.tokens for segment in scope.segments))
+    tokens = rows.tolist()
+    stops = [bisect_left(tokens, end) for end in ends]
     for segment, start, stop in zip(scope.segments, [0, *stops], stops, strict=False):
         if start < stop:
             for name, value in outputs.items():
                 scope.tap_for(segment, name, value[start:stop])
+
+
+def threads_for(scope: Scope, x_TD: Tensor, reached: int) -> int:
+    """How many of the experts reached to compute at a time; x BF16 [T, D]."""
+    config = scope.config
+    rows = len(x_TD) * config.n_activated_experts / max(reached, 1)
+    products = rows * 3 * x_TD.shape[1] * config.moe_inter_dim
+    return scope.threads if products >= PRODUCTS_AT_LEAST else 1
 
 
 def expert_weights(scope: Scope, e: int) -> list[str]:
@@ -104,19 +120,18 @@ def expert_weights(scope: Scope, e: int) -> list[str]:
 def moe(scope: Scope, x_TD: Tensor, layer: int) -> Tensor:
     """Routed experts in index order, then the shared one, summed in acc: BF16 [T, D], twice."""
     weights, experts = gate(scope, x_TD, layer)
-    jobs, alone = list(routed_rows(experts)), scope.alone
+    jobs, alone = list(routed_rows(weights, experts)), scope.alone
     soon = [expert_weights(scope, e) for e, _, _ in jobs] + [list(scope.upcoming)]
-    for names in soon[:EXPERTS_AHEAD]:
-        scope.weights.advise(names)
+    scope.weights.advise(list(chain(*soon[:EXPERTS_AHEAD])))
 
     def routed(i: int) -> dict[str, Tensor]:
         for names in soon[i + EXPERTS_AHEAD : i + EXPERTS_AHEAD + 1]:
             scope.weights.advise(names)
-        e, rows, places = jobs[i]
-        return expert(alone / "experts" / str(e), x_TD[rows], weights[rows, places])
+        e, rows, weights_n = jobs[i]
+        return expert(alone / "experts" / str(e), x_TD.index_select(0, rows), weights_n)
 
     y = torch.zeros(x_TD.shape, dtype=scope.acc)
-    results = in_order(routed, range(len(jobs)), scope.threads)
+    results = in_order(routed, range(len(jobs)), threads_for(scope, x_TD, len(jobs)))
     for (e, rows, _), outputs in zip(jobs, results, strict=True):
         tap_expert(scope / "experts" / str(e), outputs, rows)
         y.index_add_(0, rows, outputs["out"].to(scope.acc))

@@ -143,6 +143,8 @@ class Scope:
 
     def parts(self, *xs: Tensor) -> Any:
         """Every segment with its stretch of each batch tensor [T, ...]."""
+        if len(self.segments) == 1:
+            return iter([(*self.segments, *xs)])
         sizes = [segment.step.tokens for segment in self.segments]
         return zip(self.segments, *(x.split(sizes) for x in xs), strict=True)
 

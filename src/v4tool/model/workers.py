@@ -6,7 +6,7 @@ share out smaller pieces by themselves; left out here.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
@@ -26,14 +26,15 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def in_order(
-    function: Callable[[Item], Result], items: Iterable[Item], threads: int
+    function: Callable[[Item], Result], items: Sequence[Item], threads: int
 ) -> Iterator[Result]:
     """function(item) of every item, in the order of the items, computed on `threads` threads.
 
     The caller only waits for results, and consumes one while others are being computed; with one
-    thread it computes them itself. An error of `function` is raised at its item's turn.
+    thread, or one item, it computes them itself. An error of `function` is raised at its item's
+    turn.
     """
-    if threads == 1:
+    if min(threads, len(items)) <= 1:
         yield from map(function, items)
         return
     waiting: deque[Future[Result]] = deque()

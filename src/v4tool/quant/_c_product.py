@@ -22,7 +22,7 @@ _FP4, _FP8, _BF16, _F32 = range(4)  # enum kind
 _X_ROWS = 384  # packed at a time: bounds the memory; decoding the weight again costs little by then
 _W_ROWS = 128  # at most in one task
 _FEW_X_ROWS = 32  # where fetching the weight, not multiplying, takes the time: then
-_LEAST = 1 << 20  # products in one task, if there are several
+_LEAST = 1 << 22  # products in one task, if there are several
 _W_BYTES = 1 << 19  # at most in one task: a second-level cache
 
 _E4M3 = E4M3.double()

@@ -9,6 +9,10 @@ The order is the order of `put`, with one exception: safetensors' readers want e
 to its element, so 8-byte tensors are kept back to the end, and 4-byte tensors with an odd number of
 elements go in pairs. The payload therefore depends on the values alone, not on threads, machine or
 time.
+
+Values are converted straight into the next free bytes of a piece of memory, which goes to the
+thread when it is full and comes back when it is written: no memory is fresh but at the start, and
+the threads meet once a piece instead of once a tensor.
 """
 
 import fcntl
@@ -21,26 +25,35 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from v4tool.errors import OutputError
 
 DTYPES = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
-BYTES_IN_FLIGHT = 64 << 20
+PIECE = 4 << 20
+"""Bytes handed over at a time; a multiple of all elements' sizes."""
+PIECES = 16
+"""How many there are: what is computed may be this far ahead of what is written."""
 HEADER_BYTES_PER_TENSOR = 176
 """Room for one header entry: the longest name, shape and offsets of a large model fit with space to
 spare.
 """
 
 
-def stored(value: Tensor) -> np.ndarray[Any, Any]:
-    """A value as it is recorded: floats as FP32, integers in their own type (SPEC 6); own
-    memory.
-    """
-    dtype = torch.float32 if value.is_floating_point() else value.dtype
-    return torch.empty(value.shape, dtype=dtype).copy_(value.detach()).numpy()
+def recorded(value: Tensor) -> torch.dtype:
+    """The dtype a value is recorded in: FP32 for floats, integers in their own (SPEC 6)."""
+    return torch.float32 if value.is_floating_point() else value.dtype
+
+
+class _Piece:
+    """Some memory, as bytes and as elements of every recorded dtype."""
+
+    def __init__(self) -> None:
+        memory = torch.empty(PIECE, dtype=torch.uint8)
+        self.bytes = memory.numpy().data
+        self.elements = {dtype: memory.view(dtype) for dtype in DTYPES}
+        self.filled = 0
 
 
 class RecordingWriter:
@@ -61,13 +74,14 @@ class RecordingWriter:
         self._names: set[str] = set()
         self._entries: dict[str, dict[str, Any]] = {}
         self._offset = 0
-        self._last: list[tuple[str, np.ndarray[Any, Any]]] = []
-        self._odd: tuple[str, np.ndarray[Any, Any]] | None = None
+        self._last: list[tuple[str, Tensor]] = []
+        self._odd: tuple[str, Tensor] | None = None
         self._sha = hashlib.sha256()
         self._error: OSError | None = None
-        self._in_flight = 0
-        self._space = threading.Condition()
-        self._queue: queue.SimpleQueue[np.ndarray[Any, Any] | None] = queue.SimpleQueue()
+        self._piece = _Piece()
+        self._pieces = 1
+        self._full: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[_Piece] = queue.SimpleQueue()
         self._open()
         self._thread = threading.Thread(target=self._write_all, daemon=True)
         self._thread.start()
@@ -102,47 +116,68 @@ class RecordingWriter:
         """Record one tensor; the value may be changed afterwards. Raises OutputError if writing
         failed.
         """
-        array = stored(value)
         if name in self._names:
             raise ValueError(f"{name} was recorded twice")
         self._names.add(name)
-        if array.itemsize == 8:
-            self._last.append((name, array))
-        elif array.size % 2 == 0:
-            self._write(name, array)
+        if recorded(value).itemsize == 8:
+            self._last.append((name, value.clone()))
+        elif value.numel() % 2 == 0:
+            self._write(name, value)
         elif self._odd is None:
-            self._odd = (name, array)
+            self._odd = (name, value.clone())
         else:
             pair, self._odd = self._odd, None
             self._write(*pair)
-            self._write(name, array)
+            self._write(name, value)
 
-    def _write(self, name: str, array: np.ndarray[Any, Any]) -> None:
-        end = self._offset + array.nbytes
+    def _write(self, name: str, value: Tensor) -> None:
+        dtype, elements = recorded(value), value.numel()
+        nbytes = elements * dtype.itemsize
         self._entries[name] = {
-            "dtype": DTYPES[torch.from_numpy(array).dtype],
-            "shape": list(array.shape),
-            "data_offsets": [self._offset, end],
+            "dtype": DTYPES[dtype],
+            "shape": list(value.shape),
+            "data_offsets": [self._offset, self._offset + nbytes],
         }
-        self._offset = end
-        with self._space:
-            self._space.wait_for(lambda: self._in_flight < BYTES_IN_FLIGHT or self._error)
-            self._in_flight += array.nbytes
+        self._offset += nbytes
+        if self._piece.filled + nbytes <= PIECE:
+            self._convert(value, dtype, elements)
+            return
+        flat = value.flatten()
+        while len(flat):
+            if self._piece.filled == PIECE:
+                self._hand_over()
+            room = (PIECE - self._piece.filled) // dtype.itemsize
+            self._convert(flat[:room], dtype, min(room, len(flat)))
+            flat = flat[room:]
+
+    def _convert(self, value: Tensor, dtype: torch.dtype, elements: int) -> None:
+        """Put a value that fits behind what the piece has already."""
+        start = self._piece.filled // dtype.itemsize
+        target = self._piece.elements[dtype][start : start + elements]
+        target.view(value.shape).copy_(value)
+        self._piece.filled += elements * dtype.itemsize
+
+    def _hand_over(self) -> None:
+        """Give the piece to the thread and go on with one that is free."""
+        self._full.put(self._piece)
+        if self._free.empty() and self._pieces < PIECES:
+            self._piece = _Piece()
+            self._pieces += 1
+        else:
+            self._piece = self._free.get()
         self._raise_error()
-        self._queue.put(array)
 
     def _write_all(self) -> None:
-        while (array := self._queue.get()) is not None:
+        while (piece := self._full.get()) is not None:
             try:
-                if self._error is None and array.nbytes:
-                    data = array.reshape(-1).view(np.uint8).data
+                if self._error is None:
+                    data = piece.bytes[: piece.filled]
                     self._file.write(data)
                     self._sha.update(data)
             except OSError as error:
                 self._error = error
-            with self._space:
-                self._in_flight -= array.nbytes
-                self._space.notify()
+            piece.filled = 0
+            self._free.put(piece)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -151,8 +186,9 @@ class RecordingWriter:
 
     def close(self) -> str:
         """Finish the file under its own name; returns the SHA-256 of the payload, hexadecimal."""
-        for name, array in [*self._last, *([self._odd] if self._odd else [])]:
-            self._write(name, array)
+        for name, value in [*self._last, *([self._odd] if self._odd else [])]:
+            self._write(name, value)
+        self._full.put(self._piece)
         self._stop()
         self._raise_error()
         try:
@@ -179,7 +215,7 @@ class RecordingWriter:
 
     def _stop(self) -> None:
         if self._thread.is_alive():
-            self._queue.put(None)
+            self._full.put(None)
             self._thread.join()
 
     def discard(self) -> None:
