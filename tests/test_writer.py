@@ -18,7 +18,7 @@ from torch import Tensor
 
 from v4tool.errors import OutputError
 from v4tool.record.reader import Recording
-from v4tool.record.writer import PIECE, PIECES, RecordingWriter
+from v4tool.record.writer import PIECE, PIECES, WRITE_BACK, RecordingWriter
 
 
 def write(path: Path, tensors: dict[str, Tensor], *, force: bool = False) -> str:
@@ -75,7 +75,7 @@ def test_memory_is_bounded_where_the_disk_is_slow(
     """Whoever computes waits for the writing thread once all pieces are full."""
     go_on = threading.Event()
     with RecordingWriter(tmp_path / "a.safetensors", 1, {}) as writer:
-        slow = SimpleNamespace(write=lambda data: go_on.wait())
+        slow = SimpleNamespace(write=lambda data: go_on.wait(), tell=lambda: 0)
         monkeypatch.setattr(writer, "_file", slow)
         value = torch.zeros(PIECES * PIECE // 4)
         caller = threading.Thread(target=writer.put, args=("x", torch.cat([value, value])))
@@ -209,3 +209,22 @@ def test_a_killed_run_leaves_a_partial_file_that_the_next_one_replaces(tmp_path:
     assert load_file(path)["x"].tolist() == [1.0, 1.0]
     write(path, {"x": torch.zeros(2)}, force=True)
     assert {p.name for p in tmp_path.iterdir()} == {"a.safetensors"}
+
+
+def test_the_disk_begins_while_the_file_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every byte is handed to the disk once and in order, but for less than WRITE_BACK at the end.
+
+    What the system makes of it cannot be seen from here.
+    """
+    begun: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        "v4tool.record.writer.write_back", lambda fd, start, length: begun.append((start, length))
+    )
+    path = tmp_path / "a.safetensors"
+    write(path, {str(i): torch.zeros(5 << 20) for i in range(4)})
+    ends = [start + length for start, length in begun]
+    assert [start for start, _ in begun] == [0, *ends[:-1]]
+    assert all(length >= WRITE_BACK for _, length in begun)
+    assert 0 <= path.stat().st_size - ends[-1] < WRITE_BACK

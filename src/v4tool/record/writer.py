@@ -29,12 +29,15 @@ import torch
 from torch import Tensor
 
 from v4tool.errors import OutputError
+from v4tool.pages import write_back
 
 DTYPES = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
 PIECE = 4 << 20
 """Bytes handed over at a time; a multiple of all elements' sizes."""
 PIECES = 16
 """How many there are: what is computed may be this far ahead of what is written."""
+WRITE_BACK = 32 << 20
+"""Bytes after which the disk is set to work; else most of a file waits for the sync at its end."""
 HEADER_BYTES_PER_TENSOR = 176
 """Room for one header entry: the longest name, shape and offsets of a large model fit with space to
 spare.
@@ -168,16 +171,26 @@ class RecordingWriter:
         self._raise_error()
 
     def _write_all(self) -> None:
+        begun = 0
         while (piece := self._full.get()) is not None:
             try:
                 if self._error is None:
                     data = piece.bytes[: piece.filled]
                     self._file.write(data)
                     self._sha.update(data)
+                    begun = self._begin_write_back(begun)
             except OSError as error:
                 self._error = error
             piece.filled = 0
             self._free.put(piece)
+
+    def _begin_write_back(self, begun: int) -> int:
+        """Up to which byte of the file writing to the disk has begun, given where it had before."""
+        if (end := self._file.tell()) - begun < WRITE_BACK:
+            return begun
+        self._file.flush()
+        write_back(self._file.fileno(), begun, end - begun)
+        return end
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -30,3 +30,11 @@ def dont_need(fd: int, offset: int, length: int) -> None:
     """Say that these bytes of a file may leave the cache."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+def write_back(fd: int, offset: int, length: int) -> None:
+    """Have the writing of these bytes of a file to the disk begin now; returns at once.
+
+    Linux does so for pages that may leave the cache but are not on the disk yet; they stay.
+    """
+    dont_need(fd, offset, length)
