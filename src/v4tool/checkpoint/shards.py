@@ -21,10 +21,10 @@ from v4tool.checkpoint.catalogue import Catalogue, catalogue
 from v4tool.checkpoint.header import Entry
 from v4tool.checkpoint.inspection import compare
 from v4tool.checkpoint.layout import TensorSpec
-from v4tool.pages import dont_need, memory, will_need
 from v4tool.checkpoint.payload import PROBE, check_experts, never_zero, scale_codes, zero_tails
 from v4tool.config import ModelConfig
 from v4tool.errors import CheckpointError
+from v4tool.pages import dont_need, memory, will_need
 
 _TORCH = {
     "F8_E4M3": torch.uint8,
