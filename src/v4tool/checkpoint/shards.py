@@ -216,7 +216,8 @@ class Checkpoint:
     def _interpret(self, name: str, entry: Entry, raw: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Bytes to values of the expected kind, refused where they cannot be right."""
         spec = self.specs[name]
-        values = raw.view(_TORCH[entry.dtype]).view(shape)
+        dtype = _TORCH[entry.dtype]
+        values = (raw if dtype == raw.dtype else raw.view(dtype)).view(shape)
         if never_zero(name, spec):
             self._require_not_zero(name, entry, raw)
         if spec.dtype == "F8_E8M0":

@@ -36,7 +36,7 @@ _scratch = Scratch()
 
 @dataclass(frozen=True)
 class _X:
-    """Some rows of x, packed; scale and wide for FP4 weights only."""
+    """Some rows of x, packed: the memory that holds them; scale and wide for FP4 weights only."""
 
     rows: int
     values: Tensor
@@ -78,8 +78,8 @@ def quantized(x: Tensor, w: Weight, threads: int) -> Tensor:
     table, pack = (None, _pack_for_fp4) if w.kind == "fp4" else (FP8_VALUES, _pack_fp8)
     weight = _W.of(w, table, x.shape[0])
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
-    for rows in _x_chunks(x.shape[0]):
-        _multiply(pack(_rows(x[rows])), weight, range(w.shape[0]), out[rows], threads)
+    for some, result in _chunks(x, out):
+        _multiply(pack(_rows(some)), weight, range(w.shape[0]), result, threads)
     return out
 
 
@@ -89,8 +89,8 @@ def plain(x: Tensor, w: Tensor, threads: int) -> Tensor:
     row_bytes = w.shape[1] * w.element_size()
     weight = _W(kind, (w.shape[0], w.shape[1]), row_bytes, _rows_of(w))
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.float64)
-    for rows in _x_chunks(x.shape[0]):
-        _multiply(_pack_bf16(_rows(x[rows])), weight, range(w.shape[0]), out[rows], threads)
+    for some, result in _chunks(x, out):
+        _multiply(_pack_bf16(_rows(some)), weight, range(w.shape[0]), result, threads)
     return out
 
 
@@ -99,23 +99,25 @@ def grouped(x: Tensor, w: Weight, threads: int) -> Tensor:
     weight = _W.of(w, BF16_OF_FP8, x.shape[0])
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
     per_group = w.shape[0] // x.shape[1]
-    for rows in _x_chunks(x.shape[0]):
-        for g in range(x.shape[1]):
+    for some, result in _chunks(x, out):
+        for g, of_group in enumerate(some.unbind(1)):
             w_rows = range(g * per_group, (g + 1) * per_group)
-            _multiply(_pack_bf16(_rows(x[rows, g])), weight, w_rows, out[rows], threads)
+            _multiply(_pack_bf16(_rows(of_group)), weight, w_rows, result, threads)
     return out.view(x.shape[0], x.shape[1], per_group)
 
 
-def _x_chunks(rows: int) -> list[slice]:
-    step = -(-rows // max(1, -(-rows // _X_ROWS)))
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)] if rows else []
+def _chunks(x: Tensor, out: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Rows of x that are packed at a time, as equal in number as can be, with those of out."""
+    chunks = -(-x.shape[0] // _X_ROWS)
+    if chunks <= 1:
+        return [(x, out)] * chunks
+    return list(zip(x.tensor_split(chunks), out.tensor_split(chunks), strict=True))
 
 
 def _packed(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Room for x as the kernel reads it; one name for both dtypes, so that one of them is held."""
+    """Bytes for x as the kernel reads it; one name for both dtypes, so that one of them is held."""
     padded = -(-columns // _kernel.BLOCK) * _kernel.BLOCK
-    size = rows * padded * dtype.itemsize
-    return _scratch.take("x", size, torch.uint8)[:size].view(dtype)
+    return _scratch.take("x", rows * padded * dtype.itemsize, torch.uint8)
 
 
 def _rows(x: Tensor) -> Tensor:
