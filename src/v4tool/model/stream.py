@@ -95,9 +95,9 @@ def through_layers(scope: Scope, extent: Extent, watch: Watch, name: str) -> Ten
 
 HEAD_NAMES, MTP_HEAD_NAMES = ("head.out",), ("head.out", "logits.out", "out")
 """What the logits of the main stack and of MTP are recorded as (SPEC section 6)."""
-TOKENS_HELD = 64
-"""So many tokens' values of the MTP block are held in memory to read the output matrix once: a
-megabyte a token in the release, whose matrix is a gibibyte. Beyond that it is read twice.
+TOKENS_HELD = 192
+"""So many tokens' values of the MTP block are held in memory to read the output matrix once: 0.4 MB
+a token in the release, whose matrix is a gibibyte. Beyond that it is read twice.
 """
 
 
