@@ -184,6 +184,13 @@ def test_a_changed_dtype(tmp_path: Path, key: str, dtype: str, rule: str) -> Non
     assert rule in rules_that_name(result, key)
 
 
+def test_a_finding_is_one_line_whatever_the_file_says(tmp_path: Path) -> None:
+    key = "layers.1.ffn.out"
+    path = damaged(tmp_path, lambda copy: copy.header[key].update(dtype="F3\n\x1b[2J"))
+    (finding,) = (f for f in check(path).findings if f.key == key and f.rule == "dtype known")
+    assert finding.line().endswith(r"found F3\n\x1b[2J")
+
+
 @pytest.mark.parametrize(
     ("key", "shape"),
     [

@@ -10,8 +10,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 
+def printable(text: str) -> str:
+    """The text in one line: line ends, control and other invisible characters as escapes."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 class V4ToolError(Exception):
     """A user's mistake or an unusable environment: one line, exit status 2."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(V4ToolError):
@@ -58,7 +66,7 @@ class Finding:
 
     def line(self) -> str:
         """The finding in one line."""
-        return f"{self.key}: {self.rule}: expected {self.expected}, found {self.found}"
+        return printable(f"{self.key}: {self.rule}: expected {self.expected}, found {self.found}")
 
     def as_dict(self) -> dict[str, Any]:
         """The finding as plain data for JSON."""

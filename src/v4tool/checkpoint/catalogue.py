@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from v4tool.checkpoint.header import Entry, Header, read_header, unique_keys
-from v4tool.errors import CheckpointError
+from v4tool.errors import CheckpointError, printable
 
 INDEX = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors", re.ASCII)
@@ -56,7 +56,7 @@ class Catalogue:
 
 def some(names: Iterable[str]) -> str:
     """The first few names and how many more there are; in one line whatever the names are."""
-    names = [name if name.isprintable() else ascii(name) for name in names]
+    names = [printable(name) for name in names]
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 

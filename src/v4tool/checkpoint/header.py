@@ -103,7 +103,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(out) < len(pairs):
         names = [key for key, _ in pairs]
         twice = next(key for key in out if names.count(key) > 1)
-        raise ValueError(f"duplicate key {twice if twice.isprintable() else ascii(twice)}")
+        raise ValueError(f"duplicate key {twice}")
     return out
 
 

@@ -113,7 +113,7 @@ def _multiply(x: _Operand, w: _Rows, w_rows: range, out: Tensor, threads: int) -
         stop = min(start + _W_ROWS, w_rows.stop)
         with np.errstate(all="ignore"):
             sums = torch.from_numpy(_sums(x, w(start, stop)))
-        sums[sums.isnan()] = torch.nan
+        sums.nan_to_num_(torch.nan, torch.inf, -torch.inf)
         out[:, start:stop] = sums if out.dtype == torch.float64 else to_bf16(sums)
 
     spread(task, -(-len(w_rows) // _W_ROWS), threads)

@@ -145,8 +145,4 @@ def to_bf16(x: Tensor) -> Tensor:
 
     torch writes different NaNs in the vectorised and in the scalar part of one conversion.
     """
-    out = x.float().bfloat16()
-    bad = out.isnan()
-    if bad.any():
-        out.view(torch.int16)[bad] = 0x7FC0
-    return out
+    return x.float().bfloat16().nan_to_num_(torch.nan, torch.inf, -torch.inf)

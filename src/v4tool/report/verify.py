@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from v4tool.errors import InputError, OutputError
+from v4tool.errors import InputError, OutputError, printable
 from v4tool.report.tables import plain_table
 from v4tool.report.units import seconds
 from v4tool.verify.listing import NodeInfo
@@ -91,7 +91,7 @@ def _suite(result: VerifyResult) -> ET.Element:
     for node, comparison in keys:
         suite.append(_case(node, comparison))
     for finding in errors:
-        case = ET.SubElement(suite, "testcase", classname="recording", name=finding.key)
+        case = ET.SubElement(suite, "testcase", classname="recording", name=printable(finding.key))
         ET.SubElement(case, "failure", message=finding.line(), type=finding.rule)
     if result.verdict is not None:
         ET.SubElement(suite, "system-out").text = result.verdict.sentence()
