@@ -271,6 +271,7 @@ def dump_cases(
     )
     recorders, sequences = [], []
     with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
         for case, path, wanted in zip(cases, paths, keys, strict=True):
             metadata = metadata_of(profile, checkpoint, case, selection)
             tensors = most_tensors(config, wanted, len(case.input_ids))

@@ -11,6 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
 
+from v4tool.quant._workers import as_here
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -40,7 +42,7 @@ def in_order(
     waiting: deque[Future[Result]] = deque()
     try:
         for item in items:
-            waiting.append(_pool(threads).submit(function, item))
+            waiting.append(_pool(threads).submit(as_here(function), item))
             if len(waiting) > RESULTS_AHEAD * threads:
                 yield waiting.popleft().result()
         while waiting:

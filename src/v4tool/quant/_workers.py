@@ -10,14 +10,32 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import count
 from threading import local
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @cache
 def _pool(helpers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(helpers, thread_name_prefix="v4tool-product")
+
+
+def as_here(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, to be called in another thread, under this one's inference mode.
+
+    torch keeps the mode by thread, and tensors made under it can be changed only under it.
+    """
+    mode = torch.is_inference_mode_enabled()
+
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.inference_mode(mode):
+            return function(*args, **kwargs)
+
+    return called
 
 
 def spread(task: Callable[[int], None], tasks: int, threads: int) -> None:
@@ -30,7 +48,7 @@ def spread(task: Callable[[int], None], tasks: int, threads: int) -> None:
             task(i)
 
     helpers = min(threads, tasks) - 1
-    futures = [_pool(helpers).submit(work) for _ in range(helpers)] if helpers > 0 else []
+    futures = [_pool(helpers).submit(as_here(work)) for _ in range(helpers)] if helpers > 0 else []
     try:
         work()
     finally:
@@ -49,5 +67,6 @@ class Scratch(local):
         """At least `size` elements of no known value, until the next call with the same name."""
         held = self._held.get(name)
         if held is None or held.numel() < size:
-            held = self._held[name] = torch.empty(size, dtype=dtype)
+            with torch.inference_mode(False):  # to be used under either mode
+                held = self._held[name] = torch.empty(size, dtype=dtype)
         return held
