@@ -49,9 +49,9 @@ def top(
 
 def main(run: Callable[[], None] = app) -> None:
     """Run the command line; a user's mistake becomes one line on stderr and exit status 2."""
-    # torch's import makes half a million objects that stay; to look through them for garbage again
-    # and again, and once more at the end, takes a second
-    gc.set_threshold(100_000, 20, 20)
+    # torch's import makes hundreds of thousands of objects that stay; to look through them for
+    # garbage again and again, and once more at the end, takes most of a second
+    gc.set_threshold(1_000_000, 20, 20)
     atexit.register(gc.freeze)
     try:
         run()
