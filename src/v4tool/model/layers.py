@@ -28,8 +28,8 @@ def ordered_sum(x: Tensor, dim: int = -1, *, keepdim: bool = False) -> Tensor:
     while (n := x.shape[dim]) > 1:
         first, second, *rest = x.split_with_sizes([n // 2, n // 2, 1][: 2 + n % 2], dim)
         x = torch.cat([first + second, *rest], dim) if rest else first + second
-    if not x.shape[dim]:
-        x = torch.zeros_like(x.sum(dim, keepdim=True))
+    if not n:
+        x = x.sum(dim, keepdim=True)
     return x if keepdim else x.squeeze(dim)
 
 

@@ -39,10 +39,10 @@ def in_order(
     if min(threads, len(items)) <= 1:
         yield from map(function, items)
         return
-    waiting: deque[Future[Result]] = deque()
+    function, waiting = as_here(function), deque[Future[Result]]()
     try:
         for item in items:
-            waiting.append(_pool(threads).submit(as_here(function), item))
+            waiting.append(_pool(threads).submit(function, item))
             if len(waiting) > RESULTS_AHEAD * threads:
                 yield waiting.popleft().result()
         while waiting:

@@ -134,8 +134,8 @@ class RecordingWriter:
             self._write(name, value)
 
     def _write(self, name: str, value: Tensor) -> None:
-        dtype, elements = recorded(value), value.numel()
-        nbytes = elements * dtype.itemsize
+        dtype = recorded(value)
+        nbytes = value.numel() * dtype.itemsize
         self._entries[name] = {
             "dtype": DTYPES[dtype],
             "shape": list(value.shape),
@@ -143,22 +143,22 @@ class RecordingWriter:
         }
         self._offset += nbytes
         if self._piece.filled + nbytes <= PIECE:
-            self._convert(value, dtype, elements)
+            self._convert(value, dtype)
             return
         flat = value.flatten()
         while len(flat):
             if self._piece.filled == PIECE:
                 self._hand_over()
             room = (PIECE - self._piece.filled) // dtype.itemsize
-            self._convert(flat[:room], dtype, min(room, len(flat)))
+            self._convert(flat[:room], dtype)
             flat = flat[room:]
 
-    def _convert(self, value: Tensor, dtype: torch.dtype, elements: int) -> None:
+    def _convert(self, value: Tensor, dtype: torch.dtype) -> None:
         """Put a value that fits behind what the piece has already."""
         start = self._piece.filled // dtype.itemsize
-        target = self._piece.elements[dtype][start : start + elements]
+        target = self._piece.elements[dtype][start : start + value.numel()]
         target.view(value.shape).copy_(value)
-        self._piece.filled += elements * dtype.itemsize
+        self._piece.filled += value.numel() * dtype.itemsize
 
     def _hand_over(self) -> None:
         """Give the piece to the thread and go on with one that is free."""
