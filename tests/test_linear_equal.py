@@ -16,6 +16,7 @@ from v4tool.quant.activation import to_bf16
 from v4tool.quant.linear import (
     QuantizedWeight,
     StoredWeight,
+    batched_linear_hi,
     dequantize,
     grouped_linear,
     linear_hi,
@@ -231,6 +232,51 @@ def test_any_product_with_a_weight_as_it_is(
         for weight in (w.bfloat16(), w.float()):
             found = linear_hi(x, weight, numerics(backend, threads))
             assert same_bits(found, linear_hi(x, weight, READABLE)), (backend, weight.dtype)
+
+
+@pytest.mark.parametrize("backend", ["readable", *FAST])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "why"),
+    [
+        (1, 1, 1, "the smallest"),
+        (3, 16, 128, "one tile of rows, one block of columns"),
+        (5, 17, 130, "one more of each"),
+        (64, 100, 64, "columns that fill half of a block"),
+        (2, 70, 300, "rows and columns that are a multiple of nothing"),
+    ],
+)
+def test_products_by_themselves(backend: str, m: int, n: int, k: int, why: str) -> None:
+    """One weight for each x, in the layouts of keys (rows whole) and of values (columns whole)."""
+    g = generator(m + n)
+    x, w = spread(g, 4, m, k, binades=20).bfloat16(), spread(g, 4, n, k, binades=20).bfloat16()
+    x[1, 0, -1], w[2, -1, 0], w[3, 0, 0] = math.nan, math.inf, -0.0
+    expected = torch.stack([linear_hi(a, b, READABLE) for a, b in zip(x, w, strict=True)])
+    assert expected.isnan().sum() >= n
+    many = torch.zeros(4, k, n + 1).bfloat16()
+    many[..., :n] = w.transpose(1, 2)
+    layouts = {
+        "rows": w,
+        "columns": w.transpose(1, 2).contiguous().transpose(1, 2),
+        "rows of more": torch.cat([w, w], dim=1)[:, :n],
+        "columns of more rows": many[..., :n].transpose(1, 2),
+        "products apart": torch.stack([w, w], dim=2).unbind(2)[0],
+    }
+    for name, weights in layouts.items():
+        found = batched_linear_hi(x, weights, numerics(backend))
+        assert same_bits(found, expected), (why, name)
+    apart = torch.stack([x, x], dim=3).unbind(3)[0]
+    assert same_bits(batched_linear_hi(apart, w, numerics(backend)), expected), why
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("n", [24, 32, 33])
+def test_one_tile_of_weight_rows_for_many_rows_of_x(backend: str, n: int) -> None:
+    """What hc_fn's products share out is x."""
+    g = generator(n)
+    x, w = spread(g, 129, 300, binades=20).bfloat16(), spread(g, n, 300).float()
+    for threads in (1, 2, 3):
+        found = linear_hi(x, w, numerics(backend, threads))
+        assert same_bits(found, linear_hi(x, w, READABLE)), threads
 
 
 @pytest.mark.parametrize("backend", FAST)

@@ -16,7 +16,7 @@ from v4tool.model.scope import LayerState, Scope, Segment, one_thread
 from v4tool.names import Step, compressed_columns, has_indexer, table_offset
 from v4tool.quant._workers import spread
 from v4tool.quant.activation import to_bf16
-from v4tool.quant.linear import grouped_linear, linear_hi
+from v4tool.quant.linear import batched_linear_hi, grouped_linear
 
 TABLE_BLOCK = 64
 """Table entries that the release's kernel takes at a time; its maximum moves between blocks."""
@@ -84,7 +84,7 @@ def _attend(
     q_sHC: Tensor, kv_nC: Tensor, table_sm: Tensor, sink_H: Tensor, numerics: Numerics
 ) -> Tensor:
     rows_smC = kv_nC.index_select(0, table_sm.clamp(min=0).flatten()).unflatten(0, table_sm.shape)
-    scores_sHm = _products(q_sHC, rows_smC, numerics) * q_sHC.shape[-1] ** -0.5
+    scores_sHm = batched_linear_hi(q_sHC, rows_smC, numerics) * q_sHC.shape[-1] ** -0.5
     scores_sHm.masked_fill_((table_sm < 0).unsqueeze(1), -math.inf)
     highest = scores_sHm.new_full(q_sHC.shape[:2], -math.inf)
     numerator, denominator = scores_sHm.new_zeros(q_sHC.shape), torch.zeros_like(highest)
@@ -98,15 +98,10 @@ def _attend(
         rescale = torch.exp(highest - base)
         denominator = denominator * rescale + ordered_sum(p)
         numerator *= rescale.unsqueeze(-1)
-        numerator += _products(to_bf16(p), rows.transpose(1, 2), numerics)
+        numerator += batched_linear_hi(to_bf16(p), rows.transpose(1, 2), numerics)
         highest = higher
     denominator = denominator + torch.exp(sink_H - highest)
     return to_bf16(numerator.div_(denominator.unsqueeze(-1)))
-
-
-def _products(x_sMK: Tensor, w_sNK: Tensor, numerics: Numerics) -> Tensor:
-    """Each query's product in linear_hi's order, not a library's: BF16 twice -> acc [s, M, N]."""
-    return torch.stack([linear_hi(x, w, numerics) for x, w in zip(x_sMK, w_sNK, strict=True)])
 
 
 def queries(scope: Scope, x_TD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -128,8 +123,6 @@ def compressed(
     scope: Scope, x_TD: Tensor, qr_TQ: Tensor, layer: int, rotary: Rotary
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Every segment's index table and compressed rows (step 3).
-
-    I64 [s, m] and BF16 [t, C], None without a ratio.
 
     I64 [s, m] and BF16 [t, C], None without a ratio.
     """

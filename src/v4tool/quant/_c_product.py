@@ -18,9 +18,10 @@ from v4tool.quant._weight import BF16_OF_FP8, FP8_VALUES, StoredWeight, Weight
 from v4tool.quant._workers import Scratch, spread
 from v4tool.quant.formats import E4M3, E8M0, e4m3_encode
 
-_FP4, _FP8, _BF16, _F32 = range(4)  # enum kind
+_FP4, _FP8, _BF16, _F32, _BF16_BY_K = range(5)  # enum kind
 _X_ROWS = 384  # packed at a time: bounds the memory; decoding the weight again costs little by then
 _W_ROWS = 128  # at most in one task
+_X_ROWS_SHARED = 32  # in one task, where the weight is a single tile, soon decoded again
 _FEW_X_ROWS = 32  # where fetching the weight, not multiplying, takes the time: then
 _LEAST = 1 << 22  # products in one task, if there are several
 _W_BYTES = 1 << 19  # at most in one task: a second-level cache
@@ -89,8 +90,37 @@ def plain(x: Tensor, w: Tensor, threads: int) -> Tensor:
     row_bytes = w.shape[1] * w.element_size()
     weight = _W(kind, (w.shape[0], w.shape[1]), row_bytes, _rows_of(w))
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.float64)
-    for some, result in _chunks(x, out):
-        _multiply(_pack_bf16(_rows(some)), weight, range(w.shape[0]), result, threads)
+    if w.shape[0] > _kernel.TILE:
+        for some, result in _chunks(x, out):
+            _multiply(_pack_bf16(_rows(some)), weight, range(w.shape[0]), result, threads)
+        return out
+    chunks = _chunks(x, out, _X_ROWS_SHARED)
+
+    def task(i: int) -> None:
+        some, result = chunks[i]
+        _multiply(_pack_bf16(_rows(some)), weight, range(w.shape[0]), result, 1)
+
+    worth_it = min(x.shape[0], _X_ROWS_SHARED) * w.numel() >= _LEAST
+    spread(task, len(chunks), threads if worth_it else 1)
+    return out
+
+
+def batched(x: Tensor, w: Tensor) -> Tensor:
+    """BF16 [S, M, K] times BF16 [S, N, K], each of the S by itself -> binary64 [S, M, N]."""
+    count, m, k = x.shape
+    n = w.shape[1]
+    out = torch.empty(count, m, n, dtype=torch.float64)
+    by_k = w.stride(1) == 1 and w.stride(2) == n
+    if not (by_k or (w.stride(2) == 1 and w.stride(1) == k)):
+        w = w.contiguous()
+    x = x if x.stride(2) == 1 else x.contiguous()
+    tiles = -(-n // _kernel.TILE)
+    packed = _packed(m, k, torch.float64)
+    acc = _scratch.take("acc", tiles * _kernel.TILE * m, torch.float64)
+    _kernel.batched(
+        count, m, n, k, x.data_ptr(), x.stride(0), x.stride(1), _BF16_BY_K if by_k else _BF16,
+        w.data_ptr(), w.stride(0), packed.data_ptr(), acc.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
     return out
 
 
@@ -106,9 +136,9 @@ def grouped(x: Tensor, w: Weight, threads: int) -> Tensor:
     return out.view(x.shape[0], x.shape[1], per_group)
 
 
-def _chunks(x: Tensor, out: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _chunks(x: Tensor, out: Tensor, most: int = _X_ROWS) -> list[tuple[Tensor, Tensor]]:
     """Rows of x that are packed at a time, as equal in number as can be, with those of out."""
-    chunks = -(-x.shape[0] // _X_ROWS)
+    chunks = -(-x.shape[0] // most)
     if chunks <= 1:
         return [(x, out)] * chunks
     return list(zip(x.tensor_split(chunks), out.tensor_split(chunks), strict=True))

@@ -188,8 +188,34 @@ static PyObject *py_pack_bf16(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* `count` products by themselves: those of BF16 rows of x that lie x_row values apart, x_next from one
+ * product to the next, with BF16 weights w_next apart; packed and acc are room for one of them. */
+static PyObject *py_batched(PyObject *self, PyObject *args)
+{
+    Address x, w, packed, acc, out;
+    Py_ssize_t count, x_next, x_row, w_next;
+    Product p = {0};
+    (void)self;
+    if (!PyArg_ParseTuple(args, "nnnnKnniKnKKK", &count, &p.m, &p.n, &p.k, &x, &x_next, &x_row, &p.kind,
+                          &w, &w_next, &packed, &acc, &out))
+        return NULL;
+    p.x = AT(void, packed);
+    p.stop = p.n;
+    p.acc = AT(double, acc);
+    Py_BEGIN_ALLOW_THREADS;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        pack_bf16(AT(uint16_t, x) + i * x_next, x_row, p.m, p.k, AT(double, packed));
+        p.codes = AT(uint16_t, w) + i * w_next;
+        p.out = AT(double, out) + i * p.m * p.n;
+        run(&p);
+    }
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"product", py_product, METH_VARARGS, "Some rows of a product; see Product in _kernel.c."},
+    {"batched", py_batched, METH_VARARGS, "Several products of BF16 x and BF16 weights."},
     {"pack_fp8", py_pack_fp8, METH_VARARGS, "BF16 x, quantised, for FP8 weights."},
     {"pack_fp8_for_fp4", py_pack_fp8_for_fp4, METH_VARARGS, "BF16 x, quantised, for FP4 weights."},
     {"pack_bf16", py_pack_bf16, METH_VARARGS, "BF16 x, for weights in BF16, F32 and BF16(FP8)."},

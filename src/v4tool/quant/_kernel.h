@@ -14,7 +14,7 @@ enum {
     ALONG = 1 << 15, /* values of x that stay in the second-level cache beside the rest */
 };
 
-enum kind { FP4, FP8, BF16, F32 }; /* _c_product.py knows these numbers */
+enum kind { FP4, FP8, BF16, F32, BF16_BY_K }; /* _c_product.py knows these numbers */
 
 typedef struct {
     int kind;
@@ -22,7 +22,7 @@ typedef struct {
     const void *x;         /* [blocks of k][m][BLOCK]: FP32 for FP4 weights, otherwise binary64 */
     const double *x_scale; /* FP4: [blocks of k][m], half the scale of x */
     const uint8_t *wide;   /* FP4: [blocks of k][m], bit i: group i of the block needs binary64 */
-    const void *codes;     /* [n][k], FP4 [n][k / 2]; rows start ... stop - 1 are there */
+    const void *codes;     /* [n][k], FP4 [n][k / 2], BF16_BY_K [k][n]; of the rows start ... stop - 1 */
     const uint8_t *scale;  /* FP4 [n][ceil(k / 32)], FP8 [ceil(n / 128)][ceil(k / 128)] */
     const double *table;   /* FP8 [scale][code] */
     ptrdiff_t start, stop; /* the rows of the weight to do */

@@ -21,6 +21,22 @@ def product(
     out_bf16: bool,
     /,
 ) -> None: ...
+def batched(
+    count: int,
+    m: int,
+    n: int,
+    k: int,
+    x: int,
+    x_next: int,
+    x_row: int,
+    kind: int,
+    w: int,
+    w_next: int,
+    packed: int,
+    acc: int,
+    out: int,
+    /,
+) -> None: ...
 def pack_fp8(
     x: int, stride: int, code_of: int, e4m3: int, e8m0: int, m: int, k: int, out: int, /
 ) -> None: ...

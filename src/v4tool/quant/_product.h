@@ -241,6 +241,20 @@ INLINE void decode_bf16(const Product *p, ptrdiff_t row, ptrdiff_t k0, ptrdiff_t
     }
 }
 
+/* A weight that lies in memory as [k][n]. */
+INLINE void decode_bf16_by_k(const Product *p, ptrdiff_t row, ptrdiff_t k0, ptrdiff_t count, double *w)
+{
+    const uint16_t *from = (const uint16_t *)p->codes + k0 * p->n + row;
+    ptrdiff_t rows = smaller(TILE, p->stop - row);
+    for (ptrdiff_t k = 0; k < count; k++, from += p->n, w += TILE)
+        if (rows == TILE)
+            for (int r = 0; r < TILE; r++)
+                w[r] = bf16_value(from[r]);
+        else
+            for (int r = 0; r < TILE; r++)
+                w[r] = r < rows ? bf16_value(from[r]) : 0;
+}
+
 INLINE void decode_f32(const Product *p, ptrdiff_t row, ptrdiff_t k0, ptrdiff_t count, double *w)
 {
     for (int r = 0; r < TILE; r++) {
@@ -374,6 +388,8 @@ INLINE void product_f64(const Product *p)
             decode_fp8(p, t.row, t.k, count, w);
         else if (p->kind == BF16)
             decode_bf16(p, t.row, t.k, count, w);
+        else if (p->kind == BF16_BY_K)
+            decode_bf16_by_k(p, t.row, t.k, count, w);
         else
             decode_f32(p, t.row, t.k, count, w);
         multiply_all((const double *)p->x + t.k * p->m, w, p->m, count,

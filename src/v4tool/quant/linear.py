@@ -43,6 +43,7 @@ __all__ = [
     "StoredWeight",
     "Weight",
     "backend_in_use",
+    "batched_linear_hi",
     "dequantize",
     "grouped_linear",
     "in_memory",
@@ -57,6 +58,8 @@ class _Backend(Protocol):
     def quantized(self, x: Tensor, w: Weight, threads: int) -> Tensor: ...
 
     def plain(self, x: Tensor, w: Tensor, threads: int) -> Tensor: ...
+
+    def batched(self, x: Tensor, w: Tensor) -> Tensor: ...
 
     def grouped(self, x: Tensor, w: Weight, threads: int) -> Tensor: ...
 
@@ -123,6 +126,16 @@ def linear_hi(x: Tensor, w: Tensor, numerics: "Numerics") -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     out = _backend_for(rows, numerics).plain(rows, w, numerics.threads)
     return out.reshape(*x.shape[:-1], w.shape[0])
+
+
+def batched_linear_hi(x: Tensor, w: Tensor, numerics: "Numerics") -> Tensor:
+    """`linear_hi` of every x with a w of its own, on one thread.
+
+    BF16 [S, M, K] and BF16 [S, N, K] -> acc [S, M, N].
+    """
+    if numerics.accumulate == "float32":
+        return torch.stack([linear_hi(a, b, numerics) for a, b in zip(x, w, strict=True)])
+    return _backend_for(x, numerics).batched(x, w)
 
 
 def grouped_linear(x: Tensor, w: Weight, numerics: "Numerics") -> Tensor:
