@@ -130,9 +130,14 @@ def main(
     ]
     indexer = next((i for i in range(config.n_layers) if config.ratio(i) == 4), None)
     grown = [measure("c", indexer, n, 1) for n in GROWTH] if growth and indexer is not None else []
+    scaled = []
+    for length in lengths if threads > 1 and indexer is not None else ():
+        log.print(f"1 and {threads} threads: block {indexer}, {length} tokens", style="dim")
+        options = ("--layer", indexer, "--tokens", length, "--threads", threads)
+        scaled.append(run("bench.scaling", path, stand_for, *options))
     result: dict[str, Any] = {
         "machine": machine, "threads": threads, "layers": kept, "experts_on_disk": experts,
-        "blocks": rows, "whole": forwards, "growth": grown,
+        "blocks": rows, "whole": forwards, "growth": grown, "scaling": scaled,
     }  # fmt: skip
     show(result, list(groups.values()))
     if save:
@@ -159,6 +164,8 @@ def show(result: Row, groups: list[list[Row]]) -> None:
     out.print(tables.forwards(result["whole"], machine))
     if result["growth"]:
         out.print(tables.growth(result["growth"]))
+    if result["scaling"]:
+        out.print(tables.scaling(result["scaling"]))
 
 
 if __name__ == "__main__":

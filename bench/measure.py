@@ -94,7 +94,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(arguments.threads if arguments.engine == "peer" else 1)
     config = ModelConfig.from_file(arguments.config)
     before = peak_rss()
-    with Checkpoint.open(arguments.checkpoint, drop_pages=False) as checkpoint:
+    with (
+        torch.inference_mode(),
+        Checkpoint.open(arguments.checkpoint, drop_pages=False) as checkpoint,
+    ):
         weights = StandIn(checkpoint, config, arguments.tokens)
         run = task(arguments.engine, weights, arguments.layer, arguments.tokens, arguments.threads)
         if arguments.engine != "peer":

@@ -1,6 +1,7 @@
 """The measurements as tables."""
 
 from collections.abc import Iterable
+from statistics import median
 
 from rich.table import Table
 
@@ -89,5 +90,25 @@ def growth(rows: list[Row]) -> Table:
             f"{1e3 * seconds / row['tokens']:.1f}",
             f"{row['operations'] / seconds / 1e9:.1f}",
             f"{row['peak_rss'] / 1e9:.2f}",
+        )
+    return out
+
+
+def scaling(rows: list[Row]) -> Table:
+    """What threads give, and what as many processes that share nothing get from the machine."""
+    out = table(
+        "Threads, on a ratio-4 block (medians, in turn)",
+        *("tokens", "threads", "1 thread, s", "all, s", "times faster", "processes, s", "at most"),
+    )
+    for row in rows:
+        one, several, processes = (median(row[way]) for way in ("one", "several", "processes"))
+        out.add_row(
+            str(row["tokens"]),
+            str(row["threads"]),
+            f"{one:.3f}",
+            f"{several:.3f}",
+            f"{row['ratio']:.2f}",
+            f"{processes:.3f}",
+            f"{row['at_most']:.2f}",
         )
     return out

@@ -2,6 +2,9 @@
 right.
 """
 
+import json
+import subprocess
+import sys
 from math import prod
 from pathlib import Path
 
@@ -140,3 +143,21 @@ def test_what_is_announced_is_there(layer: int) -> None:
         specs[f"{path}{name}.weight"].nbytes for name in ("e_proj", "h_proj") if "mtp" in path
     )
     assert 0.95 * (every - extra) < announced < every
+
+
+def test_threads_take_turns_with_processes(tmp_path: Path) -> None:
+    """As many passes each way as asked for, and ratios of these; every process ends."""
+    small = ModelConfig.from_file(GOLDEN_MINI / "ckpt" / "config.json")
+    report = synth(tmp_path / "ckpt", small, seed=1, experts=2, layers=[2])
+    config = tmp_path / "bench_config.json"
+    config.write_text(json.dumps(reduce(small, layers=[2]).to_release_dict()))
+    place = ["--layer", "0", "--tokens", "6", "--threads", "2", "--rounds", "2"]
+    command = [sys.executable, "-m", "bench.scaling", str(report.directory), str(config), *place]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    row = json.loads(done.stdout)
+    assert (row["layer"], row["tokens"], row["threads"]) == (0, 6, 2)
+    one, several, processes = row["one"], row["several"], row["processes"]
+    assert len(one) == len(several) == len(processes) == 2
+    assert min(one + several + processes) > 0
+    assert row["ratio"] == pytest.approx((one[0] / several[0] + one[1] / several[1]) / 2)
+    assert row["at_most"] == pytest.approx(one[0] / processes[0] + one[1] / processes[1])

@@ -24,7 +24,7 @@ _W_ROWS = 128  # at most in one task
 _X_ROWS_SHARED = 32  # in one task, where the weight is a single tile, soon decoded again
 _FEW_X_ROWS = 32  # where fetching the weight, not multiplying, takes the time: then
 _LEAST = 1 << 22  # products in one task, if there are several
-_W_BYTES = 1 << 19  # at most in one task: a second-level cache
+_W_BYTES = 1 << 21  # at most in one task; fewer of them are fewer meetings of threads
 
 _E4M3 = E4M3.double()
 _E8M0 = E8M0.double()
