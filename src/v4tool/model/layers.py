@@ -47,17 +47,19 @@ def by_tokens(function: Callable[..., Tensor], *xs: Tensor, threads: int = 1) ->
         return function(*xs)
     size = -(-tokens // (-(-count // PIECES_MULTIPLE) * PIECES_MULTIPLE))
     pieces = list(zip(*(x.split(size) for x in xs), strict=True))
-    out, made = xs[0], Lock()
+    out: Tensor | None = None
+    making = Lock()
 
     def task(i: int) -> None:
         nonlocal out
         result = function(*pieces[i])
-        with made:
-            if out is xs[0]:
+        with making:
+            if out is None:
                 out = result.new_empty(tokens, *result.shape[1:])
         out[i * size : (i + 1) * size] = result
 
     spread(task, len(pieces), threads)
+    assert out is not None
     return out
 
 
