@@ -14,6 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from bench.weights import StandIn
 from bench.work import operations
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import ModelConfig, Numerics
+from v4tool.model.ahead import Announced
 from v4tool.model.block import block, embed, head_input, logits, mtp_input
-from v4tool.model.scope import Scope, Segment
+from v4tool.model.scope import Scope, Segment, Weights
 from v4tool.names import Step
 
 ENGINES = ("c", "numpy", "peer")
@@ -50,13 +52,17 @@ def cpu_seconds() -> float:
 
 
 def scope_of(
-    weights: StandIn, numerics: Numerics, tokens: int, tap: Callable[[str, Tensor], None]
+    weights: Weights,
+    config: ModelConfig,
+    numerics: Numerics,
+    tokens: int,
+    tap: Callable[[str, Tensor], None],
 ) -> Scope:
     """The top of the model for one prompt of random ids."""
     generator = torch.Generator().manual_seed(tokens)
-    ids = torch.randint(0, weights.config.vocab_size, (tokens,), generator=generator)
+    ids = torch.randint(0, config.vocab_size, (tokens,), generator=generator)
     segment = Segment(Step("", tokens, 0), ids, {}, tap)
-    return Scope(weights, weights.config, numerics, (segment,))
+    return Scope(weights, config, numerics, (segment,))
 
 
 def streams(config: ModelConfig, tokens: int) -> Tensor:
@@ -65,19 +71,20 @@ def streams(config: ModelConfig, tokens: int) -> Tensor:
     return torch.randn(tokens, config.hc_mult, config.dim, generator=generator).bfloat16()
 
 
-def task(engine: str, weights: StandIn, layer: int, tokens: int, threads: int) -> Callable[[], Any]:
+def task(
+    engine: str, weights: Weights, config: ModelConfig, layer: int, tokens: int, threads: int
+) -> Callable[[], Any]:
     """What is measured: layer `n_layers` is MTP's block with its input, `n_layers + 1` embedding
     and head.
     """
-    config = weights.config
     x = streams(config, tokens)
     if engine == "peer":
-        ids = scope_of(weights, Numerics(), tokens, lambda name, value: None).ids
+        ids = scope_of(weights, config, Numerics(), tokens, lambda name, value: None).ids
         return lambda: Peer(weights, config, layer, ids).block(x)
     numerics = Numerics(threads=threads, backend="numpy" if engine == "numpy" else "c")
 
     def run() -> Tensor:
-        scope = scope_of(weights, numerics, tokens, lambda name, value: None)
+        scope = scope_of(weights, config, numerics, tokens, lambda name, value: None)
         if layer == config.n_layers + 1:
             embed(scope, "embed.weight")
             return logits(scope, head_input(scope, x), "head.weight")
@@ -94,12 +101,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(arguments.threads if arguments.engine == "peer" else 1)
     config = ModelConfig.from_file(arguments.config)
     before = peak_rss()
-    with (
-        torch.inference_mode(),
-        Checkpoint.open(arguments.checkpoint, drop_pages=False) as checkpoint,
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        checkpoint = stack.enter_context(Checkpoint.open(arguments.checkpoint, drop_pages=False))
         weights = StandIn(checkpoint, config, arguments.tokens)
-        run = task(arguments.engine, weights, arguments.layer, arguments.tokens, arguments.threads)
+        announced = stack.enter_context(Announced(weights))
+        run = task(
+            arguments.engine, announced, config,
+            arguments.layer, arguments.tokens, arguments.threads,
+        )  # fmt: skip
         if arguments.engine != "peer":
             run()
         seconds, cpu = [], []

@@ -25,6 +25,7 @@ from bench.measure import task
 from bench.weights import StandIn
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import ModelConfig
+from v4tool.model.ahead import Announced
 
 
 @contextmanager
@@ -34,14 +35,14 @@ def passes(arguments: argparse.Namespace) -> Iterator[Callable[[int], float]]:
     config = ModelConfig.from_file(arguments.config)
     with Checkpoint.open(arguments.checkpoint, drop_pages=False) as checkpoint:
         weights = StandIn(checkpoint, config, arguments.tokens)
+        with Announced(weights) as announced, torch.inference_mode():
 
-        def once(threads: int) -> float:
-            run = task("c", weights, arguments.layer, arguments.tokens, threads)
-            began = time.perf_counter()
-            run()
-            return time.perf_counter() - began
+            def once(threads: int) -> float:
+                run = task("c", announced, config, arguments.layer, arguments.tokens, threads)
+                began = time.perf_counter()
+                run()
+                return time.perf_counter() - began
 
-        with torch.inference_mode():
             yield once
 
 

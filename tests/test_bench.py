@@ -40,7 +40,7 @@ def test_peer_computes_the_same_block(layer: int) -> None:
         config = checkpoint.config
         for tokens, equal, distance in ((6, 0.9, 0.01), (129, 0.1, 0.15)):
             weights = StandIn(checkpoint, config, tokens)
-            scope = scope_of(weights, Numerics(), tokens, lambda name, value: None)
+            scope = scope_of(weights, config, Numerics(), tokens, lambda name, value: None)
             x = streams(config, tokens)
             place = scope / config.block_path(layer)
             expected = block(place, x, layer).float()
@@ -119,7 +119,9 @@ def test_every_weight_is_read_once() -> None:
     with Checkpoint.open(GOLDEN_MINI / "ckpt") as checkpoint:
         weights = StandIn(checkpoint, checkpoint.config, 33)
         taken: list[Tensor] = []
-        scope = scope_of(weights, Numerics(threads=2), 33, lambda name, value: taken.append(value))
+        config = checkpoint.config
+        numerics = Numerics(threads=2)
+        scope = scope_of(weights, config, numerics, 33, lambda name, value: taken.append(value))
         for layer in range(1, 4):
             before = weights.bytes_read
             weights.used.clear()
