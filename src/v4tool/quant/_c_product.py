@@ -128,12 +128,18 @@ def grouped(x: Tensor, w: Weight, threads: int) -> Tensor:
     """BF16 [M, G, K] times BF16 of the values of w [G * R, K] -> BF16 [M, G, R]."""
     weight = _W.of(w, BF16_OF_FP8, x.shape[0])
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
-    per_group = w.shape[0] // x.shape[1]
+    groups = x.shape[1]
+    per_group = w.shape[0] // groups
+    # whole groups are shared out if there are enough of them: fewer meetings of threads
+    outer, inner = (threads, 1) if groups >= 2 * threads else (1, threads)
     for some, result in _chunks(x, out):
-        for g, of_group in enumerate(some.unbind(1)):
+
+        def task(g: int, some: Tensor = some, result: Tensor = result) -> None:
             w_rows = range(g * per_group, (g + 1) * per_group)
-            _multiply(_pack_bf16(_rows(of_group)), weight, w_rows, result, threads)
-    return out.view(x.shape[0], x.shape[1], per_group)
+            _multiply(_pack_bf16(_rows(some[:, g])), weight, w_rows, result, inner)
+
+        spread(task, groups, outer)
+    return out.view(x.shape[0], groups, per_group)
 
 
 def _chunks(x: Tensor, out: Tensor, most: int = _X_ROWS) -> list[tuple[Tensor, Tensor]]:
