@@ -13,8 +13,8 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,16 +96,34 @@ def task(
     return run
 
 
+@contextmanager
+def opened(arguments: argparse.Namespace) -> Iterator[tuple[StandIn, Announced]]:
+    """The weights to be measured with, and the same with reads announced, as a dump has them."""
+    config = ModelConfig.from_file(arguments.config)
+    with Checkpoint.open(arguments.checkpoint, drop_pages=False) as checkpoint:
+        weights = StandIn(checkpoint, config, arguments.tokens)
+        with Announced(weights) as announced, torch.inference_mode():
+            yield weights, announced
+
+
+def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """What every measurement of a block is told."""
+    out = argparse.ArgumentParser(description=description)
+    out.add_argument("checkpoint", type=Path)
+    out.add_argument("config", type=Path, help="config.json of the model that is stood in for")
+    out.add_argument("--layer", type=int, default=2)
+    out.add_argument("--tokens", type=int, default=129)
+    out.add_argument("--threads", type=int, default=2)
+    out.add_argument("--rounds", type=int, default=rounds)
+    return out
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the task as often as asked."""
     torch.set_num_threads(arguments.threads if arguments.engine == "peer" else 1)
-    config = ModelConfig.from_file(arguments.config)
     before = peak_rss()
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode())
-        checkpoint = stack.enter_context(Checkpoint.open(arguments.checkpoint, drop_pages=False))
-        weights = StandIn(checkpoint, config, arguments.tokens)
-        announced = stack.enter_context(Announced(weights))
+    with opened(arguments) as (weights, announced):
+        config = weights.config
         run = task(
             arguments.engine, announced, config,
             arguments.layer, arguments.tokens, arguments.threads,
@@ -145,15 +163,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Read the command line, print the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("config", type=Path, help="config.json of the model that is stood in for")
-    parser.add_argument("--engine", choices=ENGINES, default="c")
-    parser.add_argument("--layer", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=129)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=1)
-    print(json.dumps(measure(parser.parse_args())))
+    options = parser(__doc__, rounds=1)
+    options.add_argument("--engine", choices=ENGINES, default="c")
+    print(json.dumps(measure(options.parse_args())))
 
 
 if __name__ == "__main__":

@@ -15,35 +15,27 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import torch
 
-from bench.measure import task
-from bench.weights import StandIn
-from v4tool.checkpoint.shards import Checkpoint
-from v4tool.config import ModelConfig
-from v4tool.model.ahead import Announced
+from bench.measure import opened, parser, task
 
 
 @contextmanager
 def passes(arguments: argparse.Namespace) -> Iterator[Callable[[int], float]]:
     """A function that computes the block once on so many threads, and gives the seconds."""
     torch.set_num_threads(1)
-    config = ModelConfig.from_file(arguments.config)
-    with Checkpoint.open(arguments.checkpoint, drop_pages=False) as checkpoint:
-        weights = StandIn(checkpoint, config, arguments.tokens)
-        with Announced(weights) as announced, torch.inference_mode():
+    with opened(arguments) as (weights, announced):
 
-            def once(threads: int) -> float:
-                run = task("c", announced, config, arguments.layer, arguments.tokens, threads)
-                began = time.perf_counter()
-                run()
-                return time.perf_counter() - began
+        def once(threads: int) -> float:
+            run = task("c", announced, weights.config, arguments.layer, arguments.tokens, threads)
+            began = time.perf_counter()
+            run()
+            return time.perf_counter() - began
 
-            yield once
+        yield once
 
 
 def serve(arguments: argparse.Namespace, asked: Connection) -> None:
@@ -105,14 +97,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Read the command line, print the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("config", type=Path, help="config.json of the model that is stood in for")
-    parser.add_argument("--layer", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=129)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    print(json.dumps(measure(parser.parse_args())))
+    print(json.dumps(measure(parser(__doc__, rounds=9).parse_args())))
 
 
 if __name__ == "__main__":

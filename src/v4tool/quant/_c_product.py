@@ -90,18 +90,16 @@ def plain(x: Tensor, w: Tensor, threads: int) -> Tensor:
     row_bytes = w.shape[1] * w.element_size()
     weight = _W(kind, (w.shape[0], w.shape[1]), row_bytes, _rows_of(w))
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.float64)
-    if w.shape[0] > _kernel.TILE:
-        for some, result in _chunks(x, out):
-            _multiply(_pack_bf16(_rows(some)), weight, range(w.shape[0]), result, threads)
-        return out
-    chunks = _chunks(x, out, _X_ROWS_SHARED)
+    single = w.shape[0] <= _kernel.TILE  # nothing but x can be shared out
+    chunks = _chunks(x, out, _X_ROWS_SHARED if single else _X_ROWS)
+    worth_it = min(x.shape[0], _X_ROWS_SHARED) * w.numel() >= _LEAST
+    outer, inner = (threads if worth_it else 1, 1) if single else (1, threads)
 
     def task(i: int) -> None:
         some, result = chunks[i]
-        _multiply(_pack_bf16(_rows(some)), weight, range(w.shape[0]), result, 1)
+        _multiply(_pack_bf16(_rows(some)), weight, range(w.shape[0]), result, inner)
 
-    worth_it = min(x.shape[0], _X_ROWS_SHARED) * w.numel() >= _LEAST
-    spread(task, len(chunks), threads if worth_it else 1)
+    spread(task, len(chunks), outer)
     return out
 
 

@@ -21,11 +21,6 @@ def plain(x: Tensor, w: Tensor, threads: int = 1) -> Tensor:
     return product(x.double(), w.double(), 128)
 
 
-def batched(x: Tensor, w: Tensor) -> Tensor:
-    """BF16 [S, M, K] times BF16 [S, N, K], each of the S by itself -> binary64 [S, M, N]."""
-    return torch.stack([plain(a, b) for a, b in zip(x, w, strict=True)])
-
-
 def grouped(x: Tensor, w: Weight, threads: int = 1) -> Tensor:
     """BF16 [M, G, K] times BF16 of the values of w [G * R, K] -> BF16 [M, G, R]."""
     w = in_memory(w)

@@ -59,8 +59,6 @@ class _Backend(Protocol):
 
     def plain(self, x: Tensor, w: Tensor, threads: int) -> Tensor: ...
 
-    def batched(self, x: Tensor, w: Tensor) -> Tensor: ...
-
     def grouped(self, x: Tensor, w: Weight, threads: int) -> Tensor: ...
 
 
@@ -129,13 +127,16 @@ def linear_hi(x: Tensor, w: Tensor, numerics: "Numerics") -> Tensor:
 
 
 def batched_linear_hi(x: Tensor, w: Tensor, numerics: "Numerics") -> Tensor:
-    """`linear_hi` of every x with a w of its own, on one thread.
+    """`linear_hi` of every x with a w of its own.
 
-    BF16 [S, M, K] and BF16 [S, N, K] -> acc [S, M, N].
+    BF16 [S, M, K] and BF16 [S, N, K] -> acc [S, M, N]. The C kernel takes all of them in one
+    call, on one thread.
     """
-    if numerics.accumulate == "float32":
-        return torch.stack([linear_hi(a, b, numerics) for a, b in zip(x, w, strict=True)])
-    return _backend_for(x, numerics).batched(x, w)
+    if x.device.type == "cpu" and backend_in_use(numerics) == "c":
+        from v4tool.quant import _c_product
+
+        return _c_product.batched(x, w)
+    return torch.stack([linear_hi(a, b, numerics) for a, b in zip(x, w, strict=True)])
 
 
 def grouped_linear(x: Tensor, w: Weight, numerics: "Numerics") -> Tensor:
