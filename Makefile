@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow lint docs bench clean
 
 # Remade when the build file, the C sources or the constraints change.
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard src/v4tool/quant/*.[ch])
@@ -33,6 +33,10 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# docs/commands.md and README's list of modules, written anew from the code
+docs: $(VENV)/installed-dev
+	$(BIN)/python docs/generate.py
 
 bench: $(VENV)/installed
 	$(BIN)/python -m bench

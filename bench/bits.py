@@ -27,7 +27,7 @@ LAST = "layers.{}.out"
 
 def dump(out: Path, accumulate: str, case: str, environment: dict[str, str]) -> None:
     """One recording of the case by a fresh process."""
-    command = [sys.executable, "-m", "v4tool.cli", "dump", "--case", case, "--out", str(out)]
+    command = [sys.executable, "-m", "v4tool", "dump", "--case", case, "--out", str(out)]
     command += ["--accumulate", accumulate, "--quiet", "--json"]
     subprocess.run(command, env={**os.environ, **environment}, check=True, stdout=subprocess.PIPE)
 

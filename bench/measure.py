@@ -27,8 +27,8 @@ from bench.weights import StandIn
 from bench.work import operations
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import ModelConfig, Numerics
-from v4tool.model.ahead import Announced
 from v4tool.model.block import block, embed, head_input, logits, mtp_input
+from v4tool.model.prefetch import PrefetchingWeights
 from v4tool.model.scope import Scope, Segment, Weights
 from v4tool.names import Step
 
@@ -97,12 +97,12 @@ def task(
 
 
 @contextmanager
-def opened(arguments: argparse.Namespace) -> Iterator[tuple[StandIn, Announced]]:
+def opened(arguments: argparse.Namespace) -> Iterator[tuple[StandIn, PrefetchingWeights]]:
     """The weights to be measured with, and the same with reads announced, as a dump has them."""
     config = ModelConfig.from_file(arguments.config)
     with Checkpoint.open(arguments.checkpoint, drop_pages=False) as checkpoint:
         weights = StandIn(checkpoint, config, arguments.tokens)
-        with Announced(weights) as announced, torch.inference_mode():
+        with PrefetchingWeights(weights) as announced, torch.inference_mode():
             yield weights, announced
 
 

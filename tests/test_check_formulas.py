@@ -19,8 +19,8 @@ from v4tool.check.bits import (
     wide,
     widen,
 )
-from v4tool.check.bounds import Votes, norm_bounds, sink_bounds
-from v4tool.check.values import column_residual, row_residual
+from v4tool.check.value_rules import column_residual, row_residual
+from v4tool.check.weight_bounds import Votes, norm_bounds, sink_bounds
 from v4tool.config import ModelConfig
 from v4tool.names import Step
 

@@ -12,7 +12,7 @@ from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import ModelConfig
 from v4tool.errors import RecordingError
 from v4tool.names import generic
-from v4tool.record.sweep import read_header
+from v4tool.record.scan import read_header
 
 CONFIG = ModelConfig.from_file(GOLDEN_MINI / "ckpt")
 LONGEST = GOLDEN_MINI / "len33.safetensors"

@@ -1,6 +1,8 @@
 """The documents against the code: every command, option, file and case stands in them."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import typer
@@ -28,6 +30,12 @@ def commands() -> dict[str, list[str]]:
 
     walk("v4tool", typer.main.get_command(app))
     return found
+
+
+def test_derived_parts_of_the_documents_are_as_make_docs_writes_them() -> None:
+    command = [sys.executable, ROOT / "docs" / "generate.py", "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 def test_every_command_and_option_is_documented() -> None:

@@ -278,7 +278,7 @@ def test_stdout_that_closes_early_is_no_error(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    command = [sys.executable, "-m", "v4tool.cli", "list", "keys"]
+    command = [sys.executable, "-m", "v4tool", "list", "keys"]
     source = str(Path(__file__).parent.parent / "src")
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

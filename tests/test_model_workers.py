@@ -14,11 +14,11 @@ from tests.conftest import GOLDEN_MINI
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import Numerics
 from v4tool.model import layers
-from v4tool.model.ahead import Announced
 from v4tool.model.attention import sparse_attn
 from v4tool.model.layers import by_tokens, sigmoid, softplus
+from v4tool.model.prefetch import PrefetchingWeights
 from v4tool.model.stream import Sequence, run
-from v4tool.model.workers import RESULTS_AHEAD, in_order
+from v4tool.threads import RESULTS_AHEAD, ordered_map
 
 pytestmark = pytest.mark.usefixtures("shared_out")
 
@@ -101,7 +101,7 @@ def test_in_order(threads: int) -> None:
             begun.append(i)
         return i * i
 
-    for n, result in enumerate(in_order(square, range(20), threads)):
+    for n, result in enumerate(ordered_map(square, range(20), threads)):
         assert result == n * n
         assert len(begun) <= n + 2 + RESULTS_AHEAD * threads
     assert sorted(begun) == list(range(20))
@@ -110,7 +110,7 @@ def test_in_order(threads: int) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_in_order_raises_at_its_turn(threads: int) -> None:
     """What came before the error is seen, the error is the function's own."""
-    results = in_order(lambda i: 6 // (3 - i), range(6), threads)
+    results = ordered_map(lambda i: 6 // (3 - i), range(6), threads)
     assert [next(results) for _ in range(3)] == [2, 3, 6]
     with pytest.raises(ZeroDivisionError):
         next(results)
@@ -127,7 +127,7 @@ def test_abandoned_results_are_cancelled() -> None:
             gate.wait(5)
         return i
 
-    results = in_order(slow, range(50), 2)
+    results = ordered_map(slow, range(50), 2)
     assert next(results) == 0
     results.close()
     gate.set()
@@ -163,7 +163,7 @@ class Reader:
 def test_announcing_does_not_wait_and_leaves_out_what_was_read() -> None:
     """The first announcement blocks the disk's thread alone; b is read meanwhile, c is not."""
     reader = Reader()
-    with Announced(reader) as weights:
+    with PrefetchingWeights(reader) as weights:
         weights.advise(["a"])
         weights.advise(["b", "c"])
         assert weights.read("b").item() == 1

@@ -8,7 +8,7 @@ import torch
 
 from v4tool import dump as dumping
 from v4tool.checkpoint.shards import Checkpoint
-from v4tool.cli.options import checkpoint_directory
+from v4tool.commands.options import checkpoint_directory
 from v4tool.names import EXPERT_OUTPUTS, Keys, generic, is_expert, layer_of, pass_of, recording_keys
 from v4tool.profiles import Profile, load
 from v4tool.record.reader import Recording

@@ -21,7 +21,7 @@ GOLDEN = next(g for g in MINI_FILES if g.name == "len6")
 
 def hashes(out: Path, *args: str, **environment: str) -> dict[str, str]:
     """Case -> payload hash of `v4tool dump` in a fresh process."""
-    command = [sys.executable, "-m", "v4tool.cli", "dump", *args]
+    command = [sys.executable, "-m", "v4tool", "dump", *args]
     ran = subprocess.run(
         [*command, "--out", str(out), "--quiet", "--json"],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},

@@ -24,9 +24,9 @@ from tests.conftest import GOLDEN_MINI
 from tests.shard_files import INDEX, load
 from v4tool.checkpoint import synth as making
 from v4tool.checkpoint.layout import Totals, layout, totals
+from v4tool.checkpoint.random_values import tensor_bytes
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.checkpoint.synth import plan, reduce, synth
-from v4tool.checkpoint.values import tensor_bytes
 from v4tool.config import ModelConfig, Numerics
 from v4tool.errors import ConfigError, InputError, OutputError
 from v4tool.model.stream import Sequence, run
@@ -212,7 +212,7 @@ def test_bytes_do_not_depend_on_the_piece_size(monkeypatch: pytest.MonkeyPatch) 
     specs = layout(MINI)
     names = ["embed.weight", "layers.0.attn.wq_b.weight", "layers.0.ffn.experts.0.w1.weight"]
     whole = [b"".join(tensor_bytes(n, specs, MINI, 5)) for n in names]
-    monkeypatch.setattr("v4tool.checkpoint.values.CHUNK", 1 << 10)
+    monkeypatch.setattr("v4tool.checkpoint.random_values.CHUNK", 1 << 10)
     pieces = [list(tensor_bytes(n, specs, MINI, 5)) for n in names]
     assert [len(ps) for ps in pieces] == [1, 64, 8]
     assert [b"".join(ps) for ps in pieces] == whole

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from tests.conftest import GOLDEN, GOLDEN_MINI, MINI_FILES, needs_golden
 from v4tool.errors import CheckpointError, InputError, RecordingError
+from v4tool.verify.recording import verify_file
 from v4tool.verify.results import VerifyResult
-from v4tool.verify.walk import verify_file
 
 LEN3, LEN6 = MINI_FILES[:2]
 Tensors = dict[str, torch.Tensor]

@@ -13,8 +13,8 @@ from v4tool.checkpoint.layout import layout
 from v4tool.config import ModelConfig
 from v4tool.names import is_expert, recording_keys
 from v4tool.verify.listing import list_nodes
+from v4tool.verify.recording import verify_file
 from v4tool.verify.results import VerifyResult, counted
-from v4tool.verify.walk import verify_file
 
 LEN3 = MINI_FILES[0]
 

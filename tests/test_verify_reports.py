@@ -21,8 +21,8 @@ from v4tool.report.verify import (
     write_report,
 )
 from v4tool.verify.listing import list_nodes
+from v4tool.verify.recording import verify_file
 from v4tool.verify.results import VerifyResult
-from v4tool.verify.walk import verify_file
 
 LEN3 = MINI_FILES[0]
 WRONG_KEY = "layers.2.attn.sparse_attn.out"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.conftest import GOLDEN, MINI_FILES, needs_golden
 from v4tool.quant.formats import E2M1, E4M3, E8M0
-from v4tool.verify.sources import OWN_DESCRIPTION
+from v4tool.verify.tensors import OWN_DESCRIPTION
 
 LEN3 = MINI_FILES[0]
 Namespace = dict[str, Any]

@@ -16,8 +16,8 @@ from v4tool.verify.language import (
     TORCH_FUNCTIONS,
     read_description,
 )
-from v4tool.verify.sources import OWN_DESCRIPTION
-from v4tool.verify.walk import verify_file
+from v4tool.verify.recording import verify_file
+from v4tool.verify.tensors import OWN_DESCRIPTION
 
 GOLDEN = MINI_FILES[0]
 HEAD = """import torch

@@ -76,22 +76,22 @@ class Selection:
         return wanted
 
 
-def extent_of(config: ModelConfig, case: Case, keys: Keys) -> stream.Extent:
+def layer_range_of(config: ModelConfig, case: Case, keys: Keys) -> stream.LayerRange:
     """How deep the model has to be computed for these keys of this case."""
     mtp = any(key.startswith("mtp.") for key in keys)
     chooses_ids = case.decode > len(case.decode_ids)
     ends = {"norm.out", "head.out"}
     head = chooses_ids or any(key.removeprefix(pass_of(key)) in ends for key in keys)
     if mtp or head:
-        return stream.Extent(config.n_layers, head=head, mtp=mtp)
+        return stream.LayerRange(config.n_layers, head=head, mtp=mtp)
     layers = [n for n in map(layer_of, keys) if n is not None]
-    return stream.Extent(max(layers) + 1 if layers else 0, head=False, mtp=False)
+    return stream.LayerRange(max(layers) + 1 if layers else 0, head=False, mtp=False)
 
 
-def union(extents: Iterable[stream.Extent]) -> stream.Extent:
+def union(extents: Iterable[stream.LayerRange]) -> stream.LayerRange:
     """The extent that serves all of several cases."""
     every = list(extents)
-    return stream.Extent(
+    return stream.LayerRange(
         max(e.layers for e in every), any(e.head for e in every), any(e.mtp for e in every)
     )
 
@@ -160,7 +160,7 @@ class Progress(Protocol):
     def expert(self) -> None: ...
 
 
-class Silent:
+class NoProgress:
     """A progress that shows nothing."""
 
     def watch(self, name: str, place: str) -> None:
@@ -173,7 +173,7 @@ class Silent:
 def steps(config: ModelConfig, cases: Iterable[Case], selection: Selection) -> int:
     """How many places a dump will tell its progress of."""
     cases = list(cases)
-    extent = union(extent_of(config, case, selection.keys(config, case)) for case in cases)
+    extent = union(layer_range_of(config, case, selection.keys(config, case)) for case in cases)
     passes = 1 + max(case.decode for case in cases)
     return passes * (1 + extent.layers + extent.head) + extent.mtp
 
@@ -252,7 +252,7 @@ def dump_cases(
     *,
     selection: Selection = Selection(),
     force: bool = False,
-    progress: Progress = Silent(),  # noqa: B008  (has no state)
+    progress: Progress = NoProgress(),  # noqa: B008  (has no state)
 ) -> list[DumpResult]:
     """Run the cases through the checkpoint in one pass and write each one's recording.
 
@@ -267,7 +267,7 @@ def dump_cases(
             validate_ids(case.decode_ids, config.vocab_size, where=f"case {case.id}: decode_ids")
     keys = [selection.keys(config, case) for case in cases]
     extent = union(
-        extent_of(config, case, wanted) for case, wanted in zip(cases, keys, strict=True)
+        layer_range_of(config, case, wanted) for case, wanted in zip(cases, keys, strict=True)
     )
     recorders, sequences = [], []
     with ExitStack() as stack:

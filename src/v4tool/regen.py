@@ -18,11 +18,11 @@ from filelock import FileLock, Timeout
 
 from v4tool.check.recording import CheckResult, check_recording
 from v4tool.checkpoint.shards import Checkpoint
-from v4tool.dump import DumpResult, Progress, Silent, dump_cases, run_of
+from v4tool.dump import DumpResult, NoProgress, Progress, dump_cases, run_of
 from v4tool.errors import Finding, InputError, OutputError
 from v4tool.profiles import Case, Profile
 from v4tool.record.manifest import Entry, Manifest, describe, replace_recording
-from v4tool.verify.walk import verify_file
+from v4tool.verify.recording import verify_file
 
 LEFT_ALONE = ("baseline6",)
 """Cases that are made anew only when they are named."""
@@ -138,7 +138,7 @@ def regenerate(
     directory: Path,
     *,
     verify: Verify,
-    progress: Progress = Silent(),  # noqa: B008  (has no state)
+    progress: Progress = NoProgress(),  # noqa: B008  (has no state)
 ) -> list[RegenResult]:
     """Make the planned cases' references anew in one pass over the weights, and replace those
     that pass.

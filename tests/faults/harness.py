@@ -22,8 +22,8 @@ from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import Numerics
 from v4tool.model.stream import Sequence, run
 from v4tool.names import generic, recording_keys
+from v4tool.verify.recording import verify_file
 from v4tool.verify.results import VerifyResult
-from v4tool.verify.walk import verify_file
 
 Patch = pytest.MonkeyPatch
 Tensors = dict[str, Tensor]

@@ -146,7 +146,7 @@ def weight_in_bf16(patch: Patch) -> None:
     patch.setattr(moe, "swiglu", wrong)
 
 
-class Recorded(dict):
+class RecordedTensors(dict):
     """An expert's outputs that are recorded as they are, and added as something else."""
 
     added: Tensor
@@ -165,7 +165,7 @@ def shared_added_as(change):
             outputs = right(scope, x, weight)
             if weight is not None:
                 return outputs
-            recorded = Recorded(outputs)
+            recorded = RecordedTensors(outputs)
             recorded.added = change(scope.config, outputs["out"])
             return recorded
 

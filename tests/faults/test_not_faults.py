@@ -18,9 +18,9 @@ from tests.faults.harness import Fault, Patch, record, save, verify
 from v4tool.model import attention, compress, moe, scope
 from v4tool.quant import activation
 from v4tool.quant.activation import act_quant_inplace
+from v4tool.verify.recording import verify_file
 from v4tool.verify.results import VerifyResult, counted
-from v4tool.verify.sources import OWN_DESCRIPTION
-from v4tool.verify.walk import verify_file
+from v4tool.verify.tensors import OWN_DESCRIPTION
 
 PROMPTS = {"len6": 3, "len129": 1}
 """Golden prompts of the small checkpoint and how many of their decode steps are run."""

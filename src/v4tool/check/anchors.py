@@ -19,7 +19,7 @@ from v4tool.config import ModelConfig, Numerics
 from v4tool.errors import CheckpointError
 from v4tool.model import stream
 from v4tool.profiles import Case, Expect
-from v4tool.record.sweep import read_header
+from v4tool.record.scan import read_header
 
 SYNTHETIC = "v4tool_synth"
 """What a checkpoint of random weights says of itself in its shards' metadata."""
@@ -104,7 +104,7 @@ def run_anchors(
         return tap
 
     sequences = [stream.Sequence(list(c.input_ids), keep(i)) for i, c in enumerate(cases)]
-    extent = stream.Extent(checkpoint.config.n_layers, head=True, mtp=False)
+    extent = stream.LayerRange(checkpoint.config.n_layers, head=True, mtp=False)
     stream.run(checkpoint, checkpoint.config, numerics, sequences, extent, watch)
     rows = []
     for case, seen in zip(cases, logits, strict=True):

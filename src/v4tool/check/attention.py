@@ -8,8 +8,8 @@ left to the checkpoint.
 import numpy as np
 
 from v4tool.check.bits import Bits, Ints, widen
-from v4tool.check.book import Comparison
-from v4tool.check.bounds import Votes, norm_bounds, sink_bounds
+from v4tool.check.block_pass import BlockPass
+from v4tool.check.findings import Comparison
 from v4tool.check.formulas import (
     all_blocks,
     attention_sums,
@@ -18,14 +18,14 @@ from v4tool.check.formulas import (
     unit_rms,
     window_part,
 )
-from v4tool.check.place import Place
+from v4tool.check.weight_bounds import Votes, norm_bounds, sink_bounds
 from v4tool.names import complete_blocks, compressed_columns, has_indexer, table_offset
 
 SPARSE = "attn.sparse_attn."
 Q, KV, TABLE, OUT = (SPARSE + name for name in ("in.q", "in.kv", "in.topk_idxs", "out"))
 
 
-def check_attention(place: Place) -> None:
+def check_attention(place: BlockPass) -> None:
     """All identities of one block's attention in one pass."""
     check_low_rank(place)
     check_queries(place)
@@ -36,7 +36,7 @@ def check_attention(place: Place) -> None:
     check_output(place)
 
 
-def check_low_rank(place: Place) -> None:
+def check_low_rank(place: BlockPass) -> None:
     """The two norms whose weights are unknown, and projections of equal inputs."""
     norm(place, "q_norm", "attn.wq_a.out", "attn.q_norm.out")
     norm(place, "kv_norm", "attn.wkv.out", "attn.kv_norm.out")
@@ -56,7 +56,7 @@ def check_low_rank(place: Place) -> None:
             place.sameness.tie(place.weights, rows, place.prefix, outputs, name)
 
 
-def norm(place: Place, rule: str, x: str, out: str) -> None:
+def norm(place: BlockPass, rule: str, x: str, out: str) -> None:
     """An RMS norm of a recorded input, rows over the last dimension, with an unknown weight."""
     if not place.has(x, out):
         return
@@ -69,7 +69,7 @@ def norm(place: Place, rule: str, x: str, out: str) -> None:
     place.unknowns.add(rule, f"{place.weights}{out.removesuffix('.out')}.weight", votes)
 
 
-def check_queries(place: Place) -> None:
+def check_queries(place: BlockPass) -> None:
     """`in.q` from `wq_b.out`; its rotated dims as recorded by the rotation."""
     config, source, rotated = place.config, place.source, place.config.rope_head_dim
     shape = (-1, config.n_heads, config.head_dim)
@@ -96,14 +96,14 @@ def check_queries(place: Place) -> None:
                 of_rotation.add(start * config.n_heads * rotated, part, q[..., -rotated:])
 
 
-def own_rows(place: Place) -> Ints:
+def own_rows(place: BlockPass) -> Ints:
     """Which rows of `in.kv` are this pass's own tokens: int64 [s]."""
     if place.step.start == 0:
         return np.arange(place.step.tokens)
     return np.array([place.step.start % place.config.window_size])
 
 
-def check_window_rows(place: Place) -> None:
+def check_window_rows(place: BlockPass) -> None:
     """The pass's own keys and values: norm, FP8 steps, rotation, and where they stand in
     `in.kv`.
     """
@@ -123,7 +123,7 @@ def check_window_rows(place: Place) -> None:
     place.book.compare("kv", place.key(KV), found, rows, of)
 
 
-def check_cache(place: Place) -> None:
+def check_cache(place: BlockPass) -> None:
     """Rows of `in.kv` that come from earlier passes, and the compressed blocks at its end."""
     if not place.has(KV):
         return
@@ -137,7 +137,7 @@ def check_cache(place: Place) -> None:
         place.book.compare("kv cache", place.key(KV), kv[:offset], ring, [before.key(KV)])
 
 
-def ring_after(place: Place) -> Bits:
+def ring_after(place: BlockPass) -> Bits:
     """The window cache that a pass leaves: bits [window, C], position t in row t % window (SPEC
     5, step 4).
     """
@@ -151,7 +151,7 @@ def ring_after(place: Place) -> Bits:
     return ring
 
 
-def _check_blocks(place: Place, found: Bits) -> None:
+def _check_blocks(place: BlockPass, found: Bits) -> None:
     """The compressed rows: those of the pass before, then what this pass completed."""
     out, parts, of = place.key("attn.compressor.out"), [], []
     if place.step.start:
@@ -170,7 +170,7 @@ def _check_blocks(place: Place, found: Bits) -> None:
         place.book.compare("kv blocks", place.key(KV), found, expected, of)
 
 
-def check_table(place: Place) -> None:
+def check_table(place: BlockPass) -> None:
     """The index table, entry by entry."""
     if not place.has(TABLE):
         return
@@ -188,7 +188,7 @@ def check_table(place: Place) -> None:
         place.book.equal("all blocks", key, table[:, columns:], expected, [])
 
 
-def check_core(place: Place) -> None:
+def check_core(place: BlockPass) -> None:
     """`sparse_attn.out`, up to the sink that each head has."""
     if not place.has(Q, KV, TABLE, OUT):
         return
@@ -205,7 +205,7 @@ def check_core(place: Place) -> None:
     place.unknowns.add("attention", f"{place.weights}attn.attn_sink", votes)
 
 
-def check_output(place: Place) -> None:
+def check_output(place: BlockPass) -> None:
     """The inverse rotation, and `attn.out`."""
     rotated, config, source = place.config.rope_head_dim, place.config, place.source
     if place.has(OUT, "attn.rope.o_inv.out"):
@@ -219,7 +219,7 @@ def check_output(place: Place) -> None:
     copy(place, "attn.out", "attn.out", "attn.wo_b.out")
 
 
-def copy(place: Place, rule: str, key: str, of: str) -> None:
+def copy(place: BlockPass, rule: str, key: str, of: str) -> None:
     """Two keys that hold the same."""
     if place.has(key, of):
         source = place.source

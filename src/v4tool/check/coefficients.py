@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from v4tool.check.bits import F64, FP32_HALF_ULP, Bits, order, rounded, wide, widen
-from v4tool.check.book import Book
-from v4tool.check.place import Place
-from v4tool.check.source import Source
+from v4tool.check.block_pass import BlockPass
+from v4tool.check.file_tensors import FileTensors
+from v4tool.check.findings import Findings
 from v4tool.check.streams import Streams, Unsure, middle_streams, post_terms, settled
 from v4tool.check.weights import numbers
 from v4tool.names import complete_blocks, compressor_groups, has_indexer
@@ -30,7 +30,9 @@ TOKENS = 64
 class Coefficients:
     """What the unquantised weights of one block determine in one pass."""
 
-    def __init__(self, place: Place, source: Source, book: Book, checkpoint: "Checkpoint") -> None:
+    def __init__(
+        self, place: BlockPass, source: FileTensors, book: Findings, checkpoint: "Checkpoint"
+    ) -> None:
         self.place, self.source, self.book, self.checkpoint = place, source, book, checkpoint
         self.config = place.config
 
@@ -216,7 +218,7 @@ class Coefficients:
             )  # fmt: skip
 
 
-def leaving_streams(place: Place, x: Unsure) -> Unsure | None:
+def leaving_streams(place: BlockPass, x: Unsure) -> Unsure | None:
     """The streams after the experts, from those after attention."""
     if not place.has("hc_ffn.post", "hc_ffn.comb", "ffn.out"):
         return None

@@ -6,6 +6,7 @@ Left out: pooling, which takes the unknown `ape`; it is checked with the checkpo
 import numpy as np
 
 from v4tool.check.bits import Bits, rounded, wide
+from v4tool.check.block_pass import BlockPass
 from v4tool.check.formulas import (
     allowed_blocks,
     best_blocks,
@@ -15,7 +16,6 @@ from v4tool.check.formulas import (
     hadamard,
     turned,
 )
-from v4tool.check.place import Place
 from v4tool.names import (
     complete_blocks,
     compressed_columns,
@@ -25,7 +25,7 @@ from v4tool.names import (
 )
 
 
-def check_compressed(place: Place) -> None:
+def check_compressed(place: BlockPass) -> None:
     """All identities of one block's compressor and, for ratio 4, of its indexer."""
     if not place.ratio:
         return
@@ -37,7 +37,7 @@ def check_compressed(place: Place) -> None:
     check_compressor(place, "compressor", "attn.compressor", last)
 
 
-def check_compressor(place: Place, rule: str, name: str, number: int) -> None:
+def check_compressor(place: BlockPass, rule: str, name: str, number: int) -> None:
     """`norm.out` to its rotation and on to `out`: FP8 steps, or Hadamard and FP4 steps."""
     normed, out = place.key(f"{name}.norm.out"), place.key(f"{name}.out")
     rotation, source = place.key(f"attn.rope.rot.{number}.out"), place.source
@@ -59,7 +59,7 @@ def check_compressor(place: Place, rule: str, name: str, number: int) -> None:
         place.book.compare(rule, out, source.bits(out), rows, of)
 
 
-def indexer_keys(place: Place) -> tuple[Bits, list[str]] | None:
+def indexer_keys(place: BlockPass) -> tuple[Bits, list[str]] | None:
     """The indexer's blocks of all passes so far, bits [t, ID], and the keys they come from."""
     parts, of = [], []
     for one in (*place.earlier, place):
@@ -75,7 +75,7 @@ def indexer_keys(place: Place) -> tuple[Bits, list[str]] | None:
     return np.concatenate([np.zeros((0, width), np.uint16), *parts]), of
 
 
-def check_indexer(place: Place) -> None:
+def check_indexer(place: BlockPass) -> None:
     """The indexer's rotation, and which blocks its scores choose, in which order."""
     config, source, rotated = place.config, place.source, place.config.rope_head_dim
     wq_b, rotation = place.key("attn.indexer.wq_b.out"), place.key("attn.rope.rot.2.out")

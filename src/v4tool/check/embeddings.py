@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from v4tool.check.bits import Bits
-from v4tool.check.book import Book
-from v4tool.check.place import Place
-from v4tool.check.source import Source
+from v4tool.check.block_pass import BlockPass
+from v4tool.check.file_tensors import FileTensors
+from v4tool.check.findings import Findings
 from v4tool.check.specification import Expectation
 
 RULE = "same id, same embedding"
 
 
 def check_embeddings(
-    expected: Expectation, places: Sequence[Place], source: Source, book: Book
+    expected: Expectation, places: Sequence[BlockPass], source: FileTensors, book: Findings
 ) -> None:
     """Every row of every `embed.out` against the first row of its id."""
     first: dict[int, tuple[str, int, Bits]] = {}

@@ -4,14 +4,14 @@ import numpy as np
 
 from v4tool.check.attention import copy
 from v4tool.check.bits import F64, rounded, wide, widen
-from v4tool.check.place import Place
+from v4tool.check.block_pass import BlockPass
 
 ROUTED = "ffn.gate.out.1"
 COLUMNS_AT_ONCE = 1024
 """Columns that are summed up at a time: they stay in the cache."""
 
 
-def check_experts(place: Place) -> None:
+def check_experts(place: BlockPass) -> None:
     """All identities of one block's mixture of experts."""
     copy(place, "shared out", "ffn.shared_experts.out", "ffn.shared_experts.w2.out")
     check_equal_inputs(place)
@@ -21,7 +21,7 @@ def check_experts(place: Place) -> None:
     check_sum(place)
 
 
-def check_equal_inputs(place: Place) -> None:
+def check_equal_inputs(place: BlockPass) -> None:
     """Gate and shared expert see the token; in hash layers the gate's choice sees only its id."""
     if place.has("ffn_norm.out"):
         rows = place.source.bits(place.key("ffn_norm.out"))
@@ -35,7 +35,7 @@ def check_equal_inputs(place: Place) -> None:
         place.sameness.tie(place.weights, tokens, place.prefix, [ROUTED], "input_ids")
 
 
-def check_sum(place: Place) -> None:
+def check_sum(place: BlockPass) -> None:
     """`ffn.out` from all experts that the gate names and the shared one."""
     if not place.has("ffn.out", ROUTED, "ffn.shared_experts.out"):
         return

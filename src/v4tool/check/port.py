@@ -197,7 +197,7 @@ def layer_types(config: ModelConfig) -> dict[str, int]:
     return types
 
 
-class Watched:
+class ReadTracker:
     """A checkpoint that remembers which tensors were read."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -236,7 +236,7 @@ def one_layer(checkpoint: Checkpoint, layer: int, numerics: Numerics, *, quick: 
     tokens = QUICK_TOKENS if quick else TOKENS
     ids = torch.arange(tokens) * 31 % config.vocab_size
     seen: dict[str, Tensor] = {}
-    watched, step = Watched(checkpoint), Step("", tokens, 0)
+    watched, step = ReadTracker(checkpoint), Step("", tokens, 0)
     segment = Segment(step, ids, {}, seen.__setitem__)
     scope = Scope(watched, config, numerics, (segment,), path=config.block_path(layer) + ".")
     x = checkpoint.gather_rows("embed.weight", ids).unsqueeze(1).repeat(1, config.hc_mult, 1)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from v4tool.check.bits import F64, FP32_HALF_ULP, Bits, rounded, same, wide
-from v4tool.check.book import Book
+from v4tool.check.block_pass import BlockPass
 from v4tool.check.coefficients import Coefficients
-from v4tool.check.place import Place
-from v4tool.check.source import Source
+from v4tool.check.file_tensors import FileTensors
+from v4tool.check.findings import Findings
 from v4tool.check.weights import acc_equal, bits_of, numbers
 from v4tool.names import has_indexer
 
@@ -32,10 +32,10 @@ MOST_UNSURE = 6
 
 
 def check_products(
-    places: Sequence[Place], source: Source, book: Book, checkpoint: "Checkpoint"
+    places: Sequence[BlockPass], source: FileTensors, book: Findings, checkpoint: "Checkpoint"
 ) -> None:
     """All products of all passes, layer by layer, so that a weight is read once for all passes."""
-    layers: dict[int, list[Place]] = {}
+    layers: dict[int, list[BlockPass]] = {}
     for place in places:
         layers.setdefault(place.layer, []).append(place)
     for same_layer in layers.values():
@@ -47,7 +47,9 @@ def check_products(
 class Products:
     """The products of one block in one pass."""
 
-    def __init__(self, place: Place, source: Source, book: Book, checkpoint: "Checkpoint") -> None:
+    def __init__(
+        self, place: BlockPass, source: FileTensors, book: Findings, checkpoint: "Checkpoint"
+    ) -> None:
         from v4tool.config import Numerics
 
         self.place, self.source, self.book, self.checkpoint = place, source, book, checkpoint

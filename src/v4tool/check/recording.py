@@ -17,15 +17,14 @@ import numpy as np
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from v4tool.check.attention import check_attention
-from v4tool.check.book import Book
-from v4tool.check.bounds import Unknowns
+from v4tool.check.block_pass import BlockPass, DuplicateInputs
 from v4tool.check.compressed import check_compressed
+from v4tool.check.consumers import BackgroundJudge, Checksums, TensorCollector
 from v4tool.check.embeddings import check_embeddings
 from v4tool.check.experts import check_experts
-from v4tool.check.passing import Beside, Holder, Sums
-from v4tool.check.place import Place, Sameness
+from v4tool.check.file_tensors import FileTensors
+from v4tool.check.findings import Findings
 from v4tool.check.rules import RULES, Rule
-from v4tool.check.source import Source
 from v4tool.check.specification import (
     Expectation,
     check_ids,
@@ -34,12 +33,13 @@ from v4tool.check.specification import (
 )
 from v4tool.check.specification import check_experts as check_expert_keys
 from v4tool.check.streams import check_mtp_input, check_streams
-from v4tool.check.values import ValueRules, check_values
+from v4tool.check.value_rules import ValueRules, check_values
+from v4tool.check.weight_bounds import WeightBounds
 from v4tool.config import ModelConfig
 from v4tool.errors import Finding
 from v4tool.names import Step, steps_of
 from v4tool.record.manifest import Entry as ManifestEntry
-from v4tool.record.sweep import Header, Sweep, read_header
+from v4tool.record.scan import FileScan, Header, read_header
 
 if TYPE_CHECKING:
     from v4tool.checkpoint.shards import Checkpoint
@@ -150,7 +150,7 @@ class _Check:
     ) -> None:
         self.config, self.manifest = config, manifest
         self.header: Header = read_header(path)
-        self.book = Book({key: entry.shape for key, entry in self.header.entries.items()})
+        self.book = Findings({key: entry.shape for key, entry in self.header.entries.items()})
         for finding in self.header.findings:
             self.book.report(finding.key, finding.rule, finding.expected, finding.found)
         self.expected: Expectation = expectation(self.header, config, ids=ids, partial=partial)
@@ -161,9 +161,9 @@ class _Check:
             if rule.family == "container" and "sha256" not in rule.id and "sum" not in rule.id:
                 self.book.applied(rule.id, self.header.entries)
         check_keys(self.header, self.expected, self.book)
-        self.source = Source(self.header, self.expected.usable)
-        self.unknowns = Unknowns(self.book)
-        self.sameness = Sameness(self.source, self.book)
+        self.source = FileTensors(self.header, self.expected.usable)
+        self.unknowns = WeightBounds(self.book)
+        self.sameness = DuplicateInputs(self.source, self.book)
         self.places = self._places()
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class _Check:
         check_expert_keys(self.header, self.expected, self.source, self.book)
         self.seconds["specification"] = time.monotonic() - started
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[BlockPass]:
         """Every block of every pass, with the earlier passes over the same block."""
         if not self.expected.length:
             return []
@@ -197,11 +197,11 @@ class _Check:
         if self.expected.mtp:
             for step in (Step("mtp.0.prefill.", length, 0), Step("mtp.0.decode.", 1, length)):
                 rows.append((step, self.config.n_layers, step.prefix))
-        places: list[Place] = []
+        places: list[BlockPass] = []
         for step, layer, prefix in rows:
             earlier = tuple(p for p in places if p.layer == layer)
             places.append(
-                Place(self.config, step, layer, prefix, self.source, self.book, self.unknowns,
+                BlockPass(self.config, step, layer, prefix, self.source, self.book, self.unknowns,
                       self.sameness, earlier)
             )  # fmt: skip
         return places
@@ -218,11 +218,11 @@ class _Check:
         # the threads of a BLAS would spin beside the three that work here
         with (
             threadpool_limits(1, user_api="blas"),
-            Beside(places, self.source, check_place) as beside,
+            BackgroundJudge(places, self.source, check_place) as beside,
         ):
-            values, sums = ValueRules(self.book, self.source.kinds), Sums(self.manifest)
-            holder = Holder(self.source, beside.wanted)
-            sweep = Sweep(self.header)
+            values, sums = ValueRules(self.book, self.source.kinds), Checksums(self.manifest)
+            holder = TensorCollector(self.source, beside.wanted)
+            sweep = FileScan(self.header)
             for piece in sweep.pieces():
                 if piece.entry.dtype == "F32" and len(piece.data) % 4 == 0:
                     values.take(piece)
@@ -242,7 +242,7 @@ class _Check:
                 self.unknowns.settle(discrete=lambda rule: rule != "attention")
         self.seconds["file"] = time.monotonic() - started
 
-    def _hashes(self, sums: "Sums") -> None:
+    def _hashes(self, sums: "Checksums") -> None:
         stated = {"metadata": self.header.metadata.get("payload_sha256")}
         if self.manifest is not None:
             stated["manifest"] = self.manifest.payload_sha256
@@ -291,7 +291,7 @@ class _Check:
         )  # fmt: skip
 
 
-def check_place(place: Place) -> None:
+def check_place(place: BlockPass) -> None:
     """All rules and identities of one block in one pass."""
     # a damaged file may hold anything; what comes of it is found by its rule, not by a warning
     with np.errstate(all="ignore"):

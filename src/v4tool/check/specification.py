@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from v4tool.check.book import Book
-from v4tool.check.source import Source
+from v4tool.check.file_tensors import FileTensors
+from v4tool.check.findings import Findings
 from v4tool.config import ModelConfig
 from v4tool.names import (
     EXPERT,
@@ -24,7 +24,7 @@ from v4tool.names import (
     is_expert,
     recording_keys,
 )
-from v4tool.record.sweep import Header
+from v4tool.record.scan import Header
 
 INPUT_IDS = "input_ids"
 
@@ -46,7 +46,7 @@ class Expectation:
     keys: Keys = field(default_factory=dict)
     usable: dict[str, Kind] = field(default_factory=dict)
 
-    def ids_of(self, prefix: str, source: Source, count: int) -> list[int]:
+    def ids_of(self, prefix: str, source: FileTensors, count: int) -> list[int]:
         """The ids of a pass of `count` tokens, by its prefix; none where nothing says them.
 
         MTP takes the prompt's, its decode step the last of them.
@@ -99,7 +99,7 @@ def _decode_steps(header: Header) -> int:
     return 1 + max((int(n) for n in numbers if n.isdecimal()), default=-1)
 
 
-def check_keys(header: Header, expected: Expectation, book: Book) -> None:
+def check_keys(header: Header, expected: Expectation, book: Findings) -> None:
     """Names, dtypes and shapes; fills `expected.usable`."""
     for rule in ("key missing", "key unknown", "dtype", "shape"):
         book.applied(rule, header.entries)
@@ -133,7 +133,9 @@ def _shown(shape: tuple[int | None, ...]) -> list[int | str]:
     return ["rows" if n is None else n for n in shape]
 
 
-def check_experts(header: Header, expected: Expectation, source: Source, book: Book) -> None:
+def check_experts(
+    header: Header, expected: Expectation, source: FileTensors, book: Findings
+) -> None:
     """Experts in complete groups; where `gate.out.1` is recorded, exactly those, with their
     rows.
     """
@@ -167,8 +169,8 @@ def _check_routing(
     groups: dict[str, set[str]],
     header: Header,
     expected: Expectation,
-    source: Source,
-    book: Book,
+    source: FileTensors,
+    book: Findings,
 ) -> None:
     """One layer in one pass; `place` ends in `ffn.`."""
     gate = f"{place}gate.out.1"
@@ -196,8 +198,8 @@ def _check_rows(
     rows: int,
     gate: str,
     header: Header,
-    source: Source,
-    book: Book,
+    source: FileTensors,
+    book: Findings,
 ) -> None:
     keys = [f"{name}.{output}" for output in sorted(outputs)]
     book.applied("expert rows", keys)
@@ -211,8 +213,8 @@ def _check_rows(
 def check_ids(
     header: Header,
     expected: Expectation,
-    source: Source,
-    book: Book,
+    source: FileTensors,
+    book: Findings,
     *,
     ids: Sequence[int] | None,
     decode_ids: Sequence[int] | None,
@@ -241,7 +243,7 @@ def check_ids(
         _check_tensor(source, book, f"decode.{number}.{INPUT_IDS}", known)
 
 
-def _check_tensor(source: Source, book: Book, key: str, ids: list[int] | None) -> None:
+def _check_tensor(source: FileTensors, book: Findings, key: str, ids: list[int] | None) -> None:
     if key in source and ids is not None:
         found = source.ints(key).reshape(-1).tolist()
         if found != ids:

@@ -26,9 +26,9 @@ from v4tool.check.bits import (
     wide,
     widen,
 )
-from v4tool.check.book import value_of
-from v4tool.check.bounds import Votes, norm_bounds
-from v4tool.check.place import Place
+from v4tool.check.block_pass import BlockPass
+from v4tool.check.findings import value_of
+from v4tool.check.weight_bounds import Votes, norm_bounds
 
 Indices = npt.NDArray[np.int64]
 
@@ -136,7 +136,7 @@ def _close(words: F32, coefficients: F64, terms: Unsure, extra: Few) -> Indices:
 class Judged:
     """Recorded values against sums with an error, in pieces; reports once."""
 
-    def __init__(self, place: Place, rule: str, key: str, of: list[str]) -> None:
+    def __init__(self, place: BlockPass, rule: str, key: str, of: list[str]) -> None:
         self.place, self.rule, self.key, self.of = place, rule, key, of
         self.count = self.accepted = self.wrong = 0
         self.first: tuple[int, str, str] | None = None
@@ -180,11 +180,11 @@ class Judged:
 class Streams:
     """What enters a block: where it comes from, and how to read some tokens of it."""
 
-    place: Place
+    place: BlockPass
     of: list[str]
 
     @classmethod
-    def before(cls, place: Place) -> "Streams | None":
+    def before(cls, place: BlockPass) -> "Streams | None":
         """The streams that enter the block, or None where the file lacks what they are made of."""
         if place.is_mtp:
             of = [place.key("e_proj.out"), place.key("h_proj.out")]
@@ -207,7 +207,7 @@ class Streams:
         return Unsure(room[:, 1:], room=room)
 
 
-def check_streams(place: Place) -> None:
+def check_streams(place: BlockPass) -> None:
     """Norms of the mixed streams, and the streams that leave the block."""
     entering = Streams.before(place)
     if entering is None or not place.has("hc_attn.pre"):
@@ -239,7 +239,7 @@ def check_streams(place: Place) -> None:
         judged.close()
 
 
-def middle_streams(place: Place, x: Unsure, start: int, stop: int) -> Unsure | None:
+def middle_streams(place: BlockPass, x: Unsure, start: int, stop: int) -> Unsure | None:
     """The streams after attention from those before it, some tokens; None where keys are
     missing.
     """
@@ -248,13 +248,13 @@ def middle_streams(place: Place, x: Unsure, start: int, stop: int) -> Unsure | N
     return settled(*post_terms(place, "hc_attn", "attn.out", x, start, stop))
 
 
-def _pre(place: Place, name: str, start: int, stop: int) -> F64:
+def _pre(place: BlockPass, name: str, start: int, stop: int) -> F64:
     """`pre` of some tokens as coefficients [s, 1, M]."""
     return place.source.floats(place.key(f"{name}.pre"), start, stop).astype(np.float64)[:, None]
 
 
 def post_terms(
-    place: Place, name: str, result: str, x: Unsure, start: int, stop: int
+    place: BlockPass, name: str, result: str, x: Unsure, start: int, stop: int
 ) -> tuple[F64, Unsure]:
     """Coefficients [s, M, 1 + M] and terms [s, 1 + M, D] of hc_post: the sublayer's result,
     then the streams.
@@ -277,7 +277,7 @@ def post_terms(
 class _Norm:
     """A norm whose input is the mixed streams and whose weight is unknown."""
 
-    def __init__(self, place: Place, rule: str, out: str, of: list[str]) -> None:
+    def __init__(self, place: BlockPass, rule: str, out: str, of: list[str]) -> None:
         self.place, self.rule, self.out = place, rule, out
         self.votes = Votes(place.key(out), tuple(of), place.config.dim, discrete=True)
 
@@ -296,7 +296,7 @@ class _Norm:
             self.place.unknowns.add(self.rule, name, self.votes)
 
 
-def check_mtp_input(place: Place) -> None:
+def check_mtp_input(place: BlockPass) -> None:
     """What enters the MTP block: norms of embedding and streams, projections of equal inputs,
     logits.
     """
@@ -317,7 +317,7 @@ def check_mtp_input(place: Place) -> None:
             place.book.equal("logits", place.key(name), words[0], words[1], [of])
 
 
-def _check_hnorm(place: Place) -> None:
+def _check_hnorm(place: BlockPass) -> None:
     """The prefill norms every position's streams of the last layer, the decode step the last
     position's.
     """

@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from v4tool.check.bits import F64, Bits, number, wide
-from v4tool.check.book import Book
-from v4tool.check.place import Place
-from v4tool.check.source import Source
+from v4tool.check.block_pass import BlockPass
+from v4tool.check.file_tensors import FileTensors
+from v4tool.check.findings import Findings
 from v4tool.check.specification import Expectation
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from v4tool.check.bounds import Unknowns
+    from v4tool.check.weight_bounds import WeightBounds
     from v4tool.checkpoint.shards import Checkpoint
 
 MATRIX_ROWS = 8192
@@ -31,11 +31,11 @@ ULPS = 1
 
 
 def check_weights(
-    places: Sequence[Place],
+    places: Sequence[BlockPass],
     expected: Expectation,
-    source: Source,
-    book: Book,
-    unknowns: "Unknowns",
+    source: FileTensors,
+    book: Findings,
+    unknowns: "WeightBounds",
     checkpoint: "Checkpoint",
     *,
     deep: bool,
@@ -55,7 +55,7 @@ def check_weights(
             check_products(places, source, book, checkpoint)
 
 
-def check_fingerprint(source: Source, book: Book, checkpoint: "Checkpoint") -> None:
+def check_fingerprint(source: FileTensors, book: Findings, checkpoint: "Checkpoint") -> None:
     """The recording's checkpoint is the one at hand."""
     stated = source.header.metadata.get("checkpoint_fingerprint")
     if stated is not None:
@@ -85,10 +85,10 @@ def known_weight(checkpoint: "Checkpoint", name: str) -> F64 | None:
 
 
 def check_lookups(
-    places: Sequence[Place],
+    places: Sequence[BlockPass],
     expected: Expectation,
-    source: Source,
-    book: Book,
+    source: FileTensors,
+    book: Findings,
     checkpoint: "Checkpoint",
 ) -> None:
     """Every `embed.out` is the embedding of its ids."""
@@ -109,10 +109,10 @@ def check_lookups(
 
 
 def check_hash_routing(
-    places: Sequence[Place],
+    places: Sequence[BlockPass],
     expected: Expectation,
-    source: Source,
-    book: Book,
+    source: FileTensors,
+    book: Findings,
     checkpoint: "Checkpoint",
 ) -> None:
     """The experts of hash layers are the table's rows for the ids."""
@@ -129,7 +129,7 @@ def check_hash_routing(
 
 
 def check_logits(
-    places: Sequence[Place], source: Source, book: Book, checkpoint: "Checkpoint"
+    places: Sequence[BlockPass], source: FileTensors, book: Findings, checkpoint: "Checkpoint"
 ) -> None:
     """Every `head.out` is the output matrix times the last row of `norm.out`, within 1 ulp of
     FP32.
@@ -153,7 +153,7 @@ def check_logits(
 
 
 def acc_equal(
-    book: Book,
+    book: Findings,
     rule: str,
     key: str,
     found: npt.NDArray[np.float32],

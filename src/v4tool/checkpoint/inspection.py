@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from v4tool.checkpoint.catalogue import Catalogue, catalogue, some
 from v4tool.checkpoint.header import Entry
 from v4tool.checkpoint.layout import TensorSpec, layout
+from v4tool.checkpoint.tensor_index import TensorIndex, catalogue, some
 from v4tool.config import ModelConfig
 
 Status = Literal["ok", "missing", "unexpected", "different"]
@@ -53,7 +53,7 @@ def inspect(directory: Path | str, config: ModelConfig | None = None) -> list[Te
     return list(_rows(layout(config), found.entries()))
 
 
-def compare(found: Catalogue, config: ModelConfig, *, mtp: bool = True) -> Comparison:
+def compare(found: TensorIndex, config: ModelConfig, *, mtp: bool = True) -> Comparison:
     """Compare a directory with the layout; without `mtp`, whatever is named `mtp.*` is left out."""
     specs, entries = layout(config), found.entries()
     if mtp:

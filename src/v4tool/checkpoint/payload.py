@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from v4tool.checkpoint.catalogue import Catalogue
 from v4tool.checkpoint.header import Entry
 from v4tool.checkpoint.layout import TensorSpec
+from v4tool.checkpoint.tensor_index import TensorIndex
 from v4tool.errors import CheckpointError
 
 PROBE = 4096
@@ -20,7 +20,7 @@ PROBE = 4096
 _VOCABULARY = ("embed.weight", "head.weight")
 
 
-def zero_tails(found: Catalogue) -> list[str]:
+def zero_tails(found: TensorIndex) -> list[str]:
     """Shards that end in zeros where weights should be: a download that was not finished."""
     out = []
     for file, header in found.headers.items():

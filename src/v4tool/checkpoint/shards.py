@@ -17,14 +17,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from v4tool.checkpoint.catalogue import Catalogue, catalogue
 from v4tool.checkpoint.header import Entry
 from v4tool.checkpoint.inspection import compare
 from v4tool.checkpoint.layout import TensorSpec
 from v4tool.checkpoint.payload import PROBE, check_experts, never_zero, scale_codes, zero_tails
+from v4tool.checkpoint.tensor_index import TensorIndex, catalogue
 from v4tool.config import ModelConfig
 from v4tool.errors import CheckpointError
-from v4tool.pages import dont_need, memory, will_need
+from v4tool.page_cache import dont_need, memory, will_need
 
 _TORCH = {
     "F8_E4M3": torch.uint8,
@@ -42,14 +42,14 @@ _MAX_READ = 1 << 30
 class Checkpoint:
     """An open checkpoint; several threads may read at once; a context manager.
 
-    config: its ModelConfig; directory; fingerprint: hex, see `Catalogue.fingerprint`; notes:
+    config: its ModelConfig; directory; fingerprint: hex, see `TensorIndex.fingerprint`; notes:
     remarks for the user; specs: name -> TensorSpec of what may be read; bytes_read: bytes taken
     from the files.
     """
 
     def __init__(
         self,
-        found: Catalogue,
+        found: TensorIndex,
         config: ModelConfig,
         specs: dict[str, TensorSpec],
         notes: list[str],

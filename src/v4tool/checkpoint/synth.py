@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from v4tool.checkpoint.catalogue import INDEX
 from v4tool.checkpoint.layout import (
     DTYPE_BYTES,
     TensorSpec,
@@ -27,7 +26,8 @@ from v4tool.checkpoint.layout import (
     shard_name,
     totals,
 )
-from v4tool.checkpoint.values import SYNTH_VERSION, tensor_bytes
+from v4tool.checkpoint.random_values import SYNTH_VERSION, tensor_bytes
+from v4tool.checkpoint.tensor_index import INDEX
 from v4tool.config import ModelConfig
 from v4tool.errors import ConfigError, InputError, OutputError
 

@@ -14,9 +14,9 @@ from v4tool.model.compress import Rotary, compressor, indexer, quantize_kv
 from v4tool.model.layers import ordered_sum, rotate, rotated_part, unit_rms
 from v4tool.model.scope import LayerState, Scope, Segment, one_thread
 from v4tool.names import Step, compressed_columns, has_indexer, table_offset
-from v4tool.quant._workers import spread
 from v4tool.quant.activation import to_bf16
 from v4tool.quant.linear import batched_linear_hi, grouped_linear
+from v4tool.threads import parallel_for
 
 TABLE_BLOCK = 64
 """Table entries that the release's kernel takes at a time; its maximum moves between blocks."""
@@ -76,7 +76,7 @@ def sparse_attn(
         result, q, table = pieces[i]
         result.copy_(_attend(q, kv_nC, table, sink_H, alone))
 
-    spread(task, len(pieces), numerics.threads)
+    parallel_for(task, len(pieces), numerics.threads)
     return out
 
 

@@ -13,10 +13,10 @@ from v4tool.model.attention import attention
 from v4tool.model.hyper import hc_head, hc_post, hc_pre
 from v4tool.model.moe import moe
 from v4tool.model.scope import Scope
-from v4tool.model.workers import in_order
 from v4tool.names import has_indexer
 from v4tool.quant.activation import to_bf16
 from v4tool.quant.linear import linear_hi
+from v4tool.threads import ordered_map
 
 HEAD_ROWS = 4096
 """Rows of the output matrix that are in memory at a time; whole, it is 1 GiB in the release."""
@@ -73,7 +73,7 @@ def logits(scope: Scope, y_nD: Tensor, matrix: str) -> Tensor:
             y_nD, scope.weights.read_rows(matrix, start, stop, buffer), scope.alone.numerics
         )
 
-    return torch.cat(list(in_order(piece, range(0, size, HEAD_ROWS), scope.threads)), dim=1)
+    return torch.cat(list(ordered_map(piece, range(0, size, HEAD_ROWS), scope.threads)), dim=1)
 
 
 def tap_logits(scope: Scope, names: Iterable[str], logits_nV: Tensor) -> None:

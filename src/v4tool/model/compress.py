@@ -24,7 +24,6 @@ from v4tool.model.layers import (
     rotated_part,
 )
 from v4tool.model.scope import CompressorState, Scope, Segment
-from v4tool.model.workers import in_order
 from v4tool.names import (
     Step,
     complete_blocks,
@@ -33,6 +32,7 @@ from v4tool.names import (
     table_offset,
 )
 from v4tool.quant.activation import act_quant_inplace, fp4_act_quant, hadamard, to_bf16
+from v4tool.threads import ordered_map
 
 QUERIES_AT_ONCE = 8
 """Queries whose scores against all blocks are held at a time."""
@@ -225,4 +225,4 @@ def _choices(
         q, weights, allowed = pieces[i]
         return choose_blocks(index_scores(q, k_td, weights, scope.acc), allowed, k, offset)
 
-    return torch.cat(list(in_order(piece, range(len(pieces)), scope.threads)))
+    return torch.cat(list(ordered_map(piece, range(len(pieces)), scope.threads)))

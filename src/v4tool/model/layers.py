@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from v4tool.config import ModelConfig
-from v4tool.quant._workers import spread
 from v4tool.quant.activation import to_bf16
+from v4tool.threads import parallel_for
 
 ELEMENTS_AT_ONCE = 1 << 18
 """Elements that an element-wise step widens to `acc` at a time. So few stay in the processor's
@@ -58,7 +58,7 @@ def by_tokens(function: Callable[..., Tensor], *xs: Tensor, threads: int = 1) ->
                 out = result.new_empty(tokens, *result.shape[1:])
         out[i * size : (i + 1) * size] = result
 
-    spread(task, len(pieces), threads)
+    parallel_for(task, len(pieces), threads)
     assert out is not None
     return out
 

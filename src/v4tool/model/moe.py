@@ -14,9 +14,9 @@ from torch import Tensor
 
 from v4tool.model.layers import by_tokens, ordered_sum, sigmoid, softplus
 from v4tool.model.scope import Scope
-from v4tool.model.workers import in_order
 from v4tool.quant.activation import to_bf16
 from v4tool.quant.linear import q_linear
+from v4tool.threads import ordered_map
 
 EXPERTS_AHEAD = 8
 """Experts that the reader is told of ahead: 100 MB in the release, 0.2 s of a slow disk."""
@@ -131,7 +131,7 @@ def moe(scope: Scope, x_TD: Tensor, layer: int) -> Tensor:
         return expert(alone / "experts" / str(e), x_TD.index_select(0, rows), weights_n)
 
     y = torch.zeros(x_TD.shape, dtype=scope.acc)
-    results = in_order(routed, range(len(jobs)), threads_for(scope, x_TD, len(jobs)))
+    results = ordered_map(routed, range(len(jobs)), threads_for(scope, x_TD, len(jobs)))
     for (e, rows, _), outputs in zip(jobs, results, strict=True):
         tap_expert(scope / "experts" / str(e), outputs, rows)
         y.index_add_(0, rows, outputs["out"].to(scope.acc))

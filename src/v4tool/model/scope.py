@@ -17,8 +17,8 @@ from torch import Tensor
 from v4tool.config import ModelConfig, Numerics
 from v4tool.model.layers import rms
 from v4tool.names import Step
-from v4tool.quant._workers import Scratch
 from v4tool.quant.linear import StoredWeight, linear_hi, q_linear
+from v4tool.threads import ScratchBuffers
 
 Tap = Callable[[str, Tensor], None]
 
@@ -105,7 +105,7 @@ class Scope:
     path: str = ""
     record: str = ""
     upcoming: tuple[str, ...] = ()
-    buffers: Scratch = field(default_factory=Scratch)
+    buffers: ScratchBuffers = field(default_factory=ScratchBuffers)
 
     def __truediv__(self, name: str) -> "Scope":
         return replace(self, path=f"{self.path}{name}.", record=f"{self.record}{name}.")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from v4tool.config import ModelConfig, Numerics
-from v4tool.model.ahead import Announced
 from v4tool.model.block import (
     block,
     embed,
@@ -23,6 +22,7 @@ from v4tool.model.block import (
     mtp,
     tap_logits,
 )
+from v4tool.model.prefetch import PrefetchingWeights
 from v4tool.model.scope import LayerState, Scope, Segment, Tap, Weights
 from v4tool.names import Step, steps_of
 
@@ -68,7 +68,7 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Extent:
+class LayerRange:
     """How far to compute: main layers below `layers`; head and MTP where they are asked for."""
 
     layers: int
@@ -76,12 +76,12 @@ class Extent:
     mtp: bool = True
 
     @classmethod
-    def whole(cls, config: ModelConfig) -> "Extent":
+    def whole(cls, config: ModelConfig) -> "LayerRange":
         """All of the model."""
         return cls(config.n_layers, mtp=config.mtp_supported)
 
 
-def through_layers(scope: Scope, extent: Extent, watch: Watch, name: str) -> Tensor:
+def through_layers(scope: Scope, extent: LayerRange, watch: Watch, name: str) -> Tensor:
     """Embedding and main layers of one pass: BF16 [T, M, D], the last layer's streams."""
     watch(name, "embed")
     x = embed(scope, EMBEDDING).unsqueeze(1).repeat(1, scope.config.hc_mult, 1)
@@ -149,7 +149,12 @@ def both_heads(scope: Scope, sequences: list[Sequence], x_TMD: Tensor) -> Tensor
 
 
 def through_heads(
-    scope: Scope, sequences: list[Sequence], x_TMD: Tensor, ends: Extent, watch: Watch, name: str
+    scope: Scope,
+    sequences: list[Sequence],
+    x_TMD: Tensor,
+    ends: LayerRange,
+    watch: Watch,
+    name: str,
 ) -> Tensor | None:
     """What follows the last layer's streams: the main logits, acc [n, V], if they are asked for."""
     if ends.head:
@@ -179,7 +184,7 @@ def run(
     config: ModelConfig,
     numerics: Numerics,
     sequences: list[Sequence],
-    extent: Extent | None = None,
+    extent: LayerRange | None = None,
     watch: Watch = lambda name, place: None,
 ) -> None:
     """Take all sequences through the model; what happens is seen by their taps alone.
@@ -187,8 +192,8 @@ def run(
     extent: how far to compute (default: everything). Decode steps without given ids need the
     whole stack.
     """
-    extent = extent or Extent.whole(config)
-    with Announced(weights) as announced:
+    extent = extent or LayerRange.whole(config)
+    with PrefetchingWeights(weights) as announced:
         for number in range(1 + max(sequence.decode for sequence in sequences)):
             going = [s for s in sequences if s.decode >= number]
             name = f"decode.{number - 1}" if number else "prefill"

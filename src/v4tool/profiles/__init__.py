@@ -7,10 +7,10 @@ opens or makes a checkpoint, and nothing is ever downloaded.
 """
 
 from v4tool.profiles.locate import SynthRequest, cached_snapshot, locate_checkpoint
+from v4tool.profiles.resolve import available, load, shipped_directory
 from v4tool.profiles.schema import Case, CheckpointSettings, Expect, Profile
-from v4tool.profiles.settle import available, load, shipped_directory
+from v4tool.profiles.setting_values import usable_cores
 from v4tool.profiles.tokens import decode, encode, parse_ids, shipped_tokenizer, validate_ids
-from v4tool.profiles.values import usable_cores
 
 __all__ = [
     "Case",

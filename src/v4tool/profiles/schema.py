@@ -22,12 +22,12 @@ from pydantic import (
 )
 
 from v4tool.errors import ProfileError
-from v4tool.profiles import values
-from v4tool.profiles.values import Accumulate, Backend
+from v4tool.profiles import setting_values
+from v4tool.profiles.setting_values import Accumulate, Backend
 
 CASE_FILE_NAME = "deepseek-v4-flash-vt-{id}.safetensors"
 
-Count = Annotated[int, PlainValidator(values.count)]
+Count = Annotated[int, PlainValidator(setting_values.count)]
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -67,13 +67,13 @@ class Case(_Frozen):
     (else greedy); file: the dump's bare file name; expect: published figures, anchors only.
     """
 
-    id: Annotated[str, PlainValidator(values.case_id)]
+    id: Annotated[str, PlainValidator(setting_values.case_id)]
     subject: str = ""
     text: Text | None = None
     input_ids: tuple[Count, ...] = ()
     decode: Count = 0
     decode_ids: tuple[Count, ...] = ()
-    file: Annotated[str, PlainValidator(values.recording_name)] = ""
+    file: Annotated[str, PlainValidator(setting_values.recording_name)] = ""
     expect: Expect | None = None
 
     @model_validator(mode="before")
@@ -113,7 +113,7 @@ class CheckpointSettings(_Frozen):
     config: Text | None = None
     path: Text | None = None
     synth: StrictBool = False
-    repo: Annotated[str, PlainValidator(values.repository)] | None = None
+    repo: Annotated[str, PlainValidator(setting_values.repository)] | None = None
     revision: Text = "main"
 
     @model_validator(mode="after")
@@ -128,17 +128,17 @@ class CheckpointSettings(_Frozen):
 class NumericsTable(_Frozen):
     """The table `[numerics]`."""
 
-    accumulate: Annotated[str, PlainValidator(values.accumulate)] | None = None
+    accumulate: Annotated[str, PlainValidator(setting_values.accumulate)] | None = None
 
 
 class ProfileFile(_Frozen):
     """A whole profile file; None: the file does not say."""
 
     summary: str = ""
-    threads: Annotated[int | str, PlainValidator(values.threads)] | None = None
-    seed: Annotated[int, PlainValidator(values.seed)] | None = None
-    out_dir: Annotated[Path, PlainValidator(values.path)] | None = None
-    backend: Annotated[str, PlainValidator(values.backend)] | None = None
+    threads: Annotated[int | str, PlainValidator(setting_values.threads)] | None = None
+    seed: Annotated[int, PlainValidator(setting_values.seed)] | None = None
+    out_dir: Annotated[Path, PlainValidator(setting_values.path)] | None = None
+    backend: Annotated[str, PlainValidator(setting_values.backend)] | None = None
     cases_file: Text | None = None
     checkpoint: CheckpointSettings | None = None
     numerics: NumericsTable = NumericsTable()
@@ -186,7 +186,8 @@ class Profile(_Frozen):
         known = {case.id: case for case in self.cases}
         if case_id not in known:
             raise ProfileError(
-                f"unknown case {values.short(case_id)}{values.close(case_id, known)}: "
+                f"unknown case "
+                f"{setting_values.short(case_id)}{setting_values.close(case_id, known)}: "
                 f"profile {self.name} has {', '.join(known) or 'none'}"
             )
         return known[case_id]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from v4tool.errors import CheckpointError, InputError
-from v4tool.profiles.values import from_text, short, whole
+from v4tool.profiles.setting_values import from_text, short, whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

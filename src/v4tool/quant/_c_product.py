@@ -15,8 +15,8 @@ from torch import Tensor
 
 from v4tool.quant import _kernel
 from v4tool.quant._weight import BF16_OF_FP8, FP8_VALUES, StoredWeight, Weight
-from v4tool.quant._workers import Scratch, spread
 from v4tool.quant.formats import E4M3, E8M0, e4m3_encode
+from v4tool.threads import ScratchBuffers, parallel_for
 
 _FP4, _FP8, _BF16, _F32, _BF16_BY_K = range(5)  # enum kind
 _X_ROWS = 384  # packed at a time: bounds the memory; decoding the weight again costs little by then
@@ -32,7 +32,7 @@ _CODE = e4m3_encode(torch.arange(32768, dtype=torch.int16).view(torch.bfloat16))
 """The E4M3 code of every BF16 magnitude, by its bits."""
 
 
-_scratch = Scratch()
+_scratch = ScratchBuffers()
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def plain(x: Tensor, w: Tensor, threads: int) -> Tensor:
         some, result = chunks[i]
         _multiply(_pack_bf16(_rows(some)), weight, range(w.shape[0]), result, inner)
 
-    spread(task, len(chunks), outer)
+    parallel_for(task, len(chunks), outer)
     return out
 
 
@@ -136,7 +136,7 @@ def grouped(x: Tensor, w: Weight, threads: int) -> Tensor:
             w_rows = range(g * per_group, (g + 1) * per_group)
             _multiply(_pack_bf16(_rows(some[:, g])), weight, w_rows, result, inner)
 
-        spread(task, groups, outer)
+        parallel_for(task, groups, outer)
     return out.view(x.shape[0], groups, per_group)
 
 
@@ -210,7 +210,7 @@ def _multiply(x: _X, w: _W, w_rows: range, out: Tensor, threads: int) -> None:
             acc.data_ptr(), out.data_ptr(), out.dtype == torch.bfloat16,
         )  # fmt: skip
 
-    spread(task, -(-len(w_rows) // step), threads)
+    parallel_for(task, -(-len(w_rows) // step), threads)
 
 
 def _address(tensor: Tensor | None) -> int:

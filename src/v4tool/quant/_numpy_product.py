@@ -24,9 +24,9 @@ from torch import Tensor
 
 from v4tool.quant._readable_product import activation
 from v4tool.quant._weight import BF16_OF_FP8, FP8_VALUES, QuantizedWeight, Weight, in_memory
-from v4tool.quant._workers import Scratch, spread
 from v4tool.quant.activation import act_quant, to_bf16
 from v4tool.quant.formats import E2M1, E8M0, unpack_fp4
+from v4tool.threads import ScratchBuffers, parallel_for
 
 F64 = npt.NDArray[np.float64]
 U8 = npt.NDArray[np.uint8]
@@ -46,7 +46,7 @@ _BYTES = E2M1[unpack_fp4(torch.arange(256, dtype=torch.uint8).unsqueeze(-1)).int
 _FP4_VALUES = (E8M0.double()[:, None, None] * _BYTES).numpy().view(np.complex128).ravel()
 """[256 * scale + byte]: both values of a byte, side by side in the place of a complex number."""
 
-_scratch = Scratch()
+_scratch = ScratchBuffers()
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _multiply(x: _Operand, w: _Rows, w_rows: range, out: Tensor, threads: int) -
         sums.nan_to_num_(torch.nan, torch.inf, -torch.inf)
         out[:, start:stop] = sums if out.dtype == torch.float64 else to_bf16(sums)
 
-    spread(task, -(-len(w_rows) // _W_ROWS), threads)
+    parallel_for(task, -(-len(w_rows) // _W_ROWS), threads)
 
 
 # ---- operands ------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from v4tool import __version__
 from v4tool.config import ModelConfig
 from v4tool.errors import OutputError, RecordingError
 from v4tool.names import has_indexer, is_expert, pass_of
-from v4tool.record.sweep import Header, Piece, Sweep, read_header
+from v4tool.record.scan import FileScan, Header, Piece, read_header
 
 MANIFEST = "prompts.json"
 LOCK_SECONDS = 60.0
@@ -335,7 +335,7 @@ class Survey:
         self._hits = dict.fromkeys(
             (f"{kind}.{name}" for kind in ("routed", "shared") for name in ("w1", "w3")), 0
         )
-        sweep = Sweep(self.header, hash_file=True)
+        sweep = FileScan(self.header, hash_file=True)
         for piece in sweep.pieces():
             self._take(piece)
         self.payload_sha256, self.file_sha256 = sweep.payload_sha256, sweep.file_sha256

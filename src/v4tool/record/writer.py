@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from v4tool.errors import OutputError
-from v4tool.pages import write_back
+from v4tool.page_cache import write_back
 
 DTYPES = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
 PIECE = 4 << 20

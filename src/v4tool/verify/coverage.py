@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.errors import Finding
 from v4tool.verify.results import Coverage, NodeResult
-from v4tool.verify.sources import Recorded, is_input
+from v4tool.verify.tensors import RecordedTensors, is_input
 
 
 def coverage_of(keys: Iterable[str], nodes: Iterable[NodeResult]) -> Coverage:
@@ -42,7 +42,7 @@ def coverage_findings(coverage: Coverage) -> list[Finding]:
     return uncovered + missing
 
 
-def checkpoint_findings(recording: Recorded, checkpoint: Checkpoint) -> list[Finding]:
+def checkpoint_findings(recording: RecordedTensors, checkpoint: Checkpoint) -> list[Finding]:
     """Whether the recording says that it is of another checkpoint."""
     recorded = recording.metadata.get("checkpoint_fingerprint")
     if recorded is None or recorded == checkpoint.fingerprint:
@@ -51,7 +51,7 @@ def checkpoint_findings(recording: Recorded, checkpoint: Checkpoint) -> list[Fin
     return [Finding("checkpoint_fingerprint", rule, checkpoint.fingerprint, recorded)]
 
 
-def no_ids(recording: Recorded) -> Finding:
+def no_ids(recording: RecordedTensors) -> Finding:
     """The finding for a recording whose prompt is not known."""
     found = "none"
     if "input_ids" in recording:

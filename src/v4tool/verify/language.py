@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from v4tool.errors import VtError
-from v4tool.verify.scopes import bound_names, imported_names, local_names
+from v4tool.verify.bound_names import bound_names, imported_names, local_names
 
 
 def _words(text: str) -> frozenset[str]:

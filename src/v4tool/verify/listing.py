@@ -11,7 +11,7 @@ from pathlib import Path
 
 from v4tool.names import pass_of
 from v4tool.verify.language import PLACEHOLDER, NodeSpec, read_description
-from v4tool.verify.sources import OWN_DESCRIPTION, is_input
+from v4tool.verify.tensors import OWN_DESCRIPTION, is_input
 
 LEADING = r"mtp\.\d+\.\w+\.|(?:decode\.\d+\.)?(?:layers\.\d+\.)?"
 """What a placeholder at the front of a key stands for: a pass and a block."""

@@ -16,10 +16,10 @@ from v4tool.checkpoint.shards import Checkpoint
 from v4tool.errors import Finding
 from v4tool.verify.compare import Rule
 from v4tool.verify.language import Description, read_description
-from v4tool.verify.places import ENDS, layer_number
+from v4tool.verify.locations import ENDS, layer_number
 from v4tool.verify.results import NodeResult
 from v4tool.verify.runtime import Runtime, Scope
-from v4tool.verify.sources import CheckpointWeights, Recorded
+from v4tool.verify.tensors import CheckpointWeights, RecordedTensors
 
 PREFILL, MTP_DECODE, DECODE = "llm", "mtp_decode", "llm_decode"
 MTP = "mtp.0"
@@ -142,7 +142,7 @@ def _run_here(
     """Every pass in order of execution, as far as the scope asks for it."""
     runtime = Runtime(
         description,
-        Recorded(job.recording),
+        RecordedTensors(job.recording),
         CheckpointWeights(checkpoint),
         job.rule,
         job.scope,

@@ -21,13 +21,13 @@ from torch import Tensor
 from v4tool.errors import V4ToolError, VtError
 from v4tool.names import generic
 from v4tool.verify.compare import Rule, SameChoice, bf16_valued, compare
-from v4tool.verify.host import execute, one_line, surroundings, vt_lang
+from v4tool.verify.embedding_rows import other_rows
 from v4tool.verify.language import Description, NodeSpec
-from v4tool.verify.lookup import other_rows
-from v4tool.verify.origins import OUTERMOST, Origins, memory
-from v4tool.verify.places import ENDS, block_of, label, layer_number, unit_of
+from v4tool.verify.locations import ENDS, block_of, label, layer_number, unit_of
+from v4tool.verify.provenance import OUTERMOST, Provenance, memory
 from v4tool.verify.results import Comparison, NodeResult, ValueRef
-from v4tool.verify.sources import Recorded, Weights
+from v4tool.verify.tensors import RecordedTensors, Weights
+from v4tool.verify.vt_module import execute, one_line, surroundings, vt_lang
 
 
 class StopPass(Exception):
@@ -102,7 +102,7 @@ class Runtime:
     """Executes a description against one recording; `results` collects what was found."""
 
     description: Description
-    recording: Recorded
+    recording: RecordedTensors
     weights: Weights
     rule: Rule
     scope: Scope
@@ -123,7 +123,7 @@ class Runtime:
         )
         self._frames: list[Frame] = []
         self._pass, self._outer, self._inner, self._layers_seen = 0, 0, 0, False
-        self._origins = Origins()
+        self._origins = Provenance()
         self._rounded: set[str] = set()
 
     # ---------------------------------------------------------------- loading and calling
@@ -136,7 +136,7 @@ class Runtime:
     def run_pass(self, number: int, node: str, *args: Any) -> str | None:
         """Call one of the file's outermost nodes; the reason if it could not be run to its end."""
         self._pass, self._outer, self._inner, self._layers_seen = number, 0, 0, False
-        self._frames, self._origins = [], Origins()
+        self._frames, self._origins = [], Provenance()
         with surroundings(self._module, self.environment):
             try:
                 self.namespace[node](*args)

@@ -14,10 +14,13 @@ from typing import Annotated
 
 import typer
 
-from v4tool.cli.dump import dump, synth
-from v4tool.cli.judge import check, regen, verify
-from v4tool.cli.listing import listing
-from v4tool.cli.options import say
+from v4tool.commands.check import check
+from v4tool.commands.dump import dump
+from v4tool.commands.listing import listing
+from v4tool.commands.options import say
+from v4tool.commands.regen import regen
+from v4tool.commands.synth import synth
+from v4tool.commands.verify import verify
 from v4tool.errors import V4ToolError
 
 app = typer.Typer(

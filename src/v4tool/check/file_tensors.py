@@ -17,7 +17,7 @@ import numpy.typing as npt
 from v4tool.check.bits import F32, Bits, Ints, narrow
 from v4tool.errors import RecordingError
 from v4tool.names import EXPERT, Kind
-from v4tool.record.sweep import Header
+from v4tool.record.scan import Header
 
 Array = npt.NDArray[Any]
 
@@ -26,7 +26,7 @@ LARGEST_CACHED = 48 << 20
 STORED = {"F32": np.float32, "I32": np.int32, "I64": np.int64}
 
 
-class Source:
+class FileTensors:
     """Random access to the usable tensors of one file; safe for use from two threads.
 
     kinds: the usable keys, those whose dtype and shape are as they must be, and what they hold;

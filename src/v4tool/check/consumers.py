@@ -9,12 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from v4tool.check.book import Book
-from v4tool.check.place import Place
-from v4tool.check.source import LARGEST_CACHED, Array, Source
+from v4tool.check.block_pass import BlockPass
+from v4tool.check.file_tensors import LARGEST_CACHED, Array, FileTensors
+from v4tool.check.findings import Findings
 from v4tool.record.manifest import Entry as ManifestEntry
 from v4tool.record.manifest import checksum
-from v4tool.record.sweep import Header, Piece
+from v4tool.record.scan import Header, Piece
 
 NOT_HELD = ("w1.out", "w3.out", "wgate.out", "compressor.wkv.out", "head.out", "logits.out")
 """Ends of keys that no identity reads as a whole: they are not kept while the file goes by."""
@@ -24,10 +24,10 @@ BLOCKS_WAITING = 3
 """Blocks that may wait for it or be under way: their tensors are held."""
 
 
-class Holder:
+class TensorCollector:
     """Puts whole tensors that go by into the source's cache."""
 
-    def __init__(self, source: Source, wanted: Callable[[str], bool]) -> None:
+    def __init__(self, source: FileTensors, wanted: Callable[[str], bool]) -> None:
         self.source, self.wanted = source, wanted
         self._whole: Array = np.empty(0)
 
@@ -49,7 +49,7 @@ class Holder:
             self.source.put(entry.key, self._whole)
 
 
-class Sums:
+class Checksums:
     """The checksum of every tensor, where there is a manifest to compare with."""
 
     def __init__(self, manifest: ManifestEntry | None) -> None:
@@ -62,7 +62,7 @@ class Sums:
             words = piece.data.view(np.uint32)
             self._sums[key] = (self._sums.get(key, 0) + checksum(words)) % (1 << 32)
 
-    def close(self, header: Header, book: Book) -> None:
+    def close(self, header: Header, book: Findings) -> None:
         """Compare; silent where the keys are not those of the manifest, which other rules
         report.
         """
@@ -77,10 +77,12 @@ class Sums:
                 book.report(key, "tensor checksum", f"{expected:08x} as in the manifest", found)
 
 
-class Beside:
+class BackgroundJudge:
     """Runs every block's identities in a thread once all of its keys have gone by."""
 
-    def __init__(self, places: list[Place], source: Source, judge: Callable[[Place], None]) -> None:
+    def __init__(
+        self, places: list[BlockPass], source: FileTensors, judge: Callable[[BlockPass], None]
+    ) -> None:
         self.source, self._judge = source, judge
         self._places = {place.prefix: place for place in places}
         self._left = dict.fromkeys(self._places, 0)
@@ -117,11 +119,11 @@ class Beside:
             self._waiting.pop(0).result()
         self._waiting.append(self._pool.submit(self._run, self._places[prefix]))
 
-    def _run(self, place: Place) -> None:
+    def _run(self, place: BlockPass) -> None:
         self._judge(place)
         self.source.forget(place.prefix, keep=place.key("out"))
 
-    def __enter__(self) -> "Beside":
+    def __enter__(self) -> "BackgroundJudge":
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

@@ -44,7 +44,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 
 
-def settle(profile: str | None, **options: object) -> "Profile":
+def resolve_profile(profile: str | None, **options: object) -> "Profile":
     """The profile with options and environment taken in."""
     from v4tool import profiles
 

@@ -25,7 +25,7 @@ from v4tool.check.bits import (
     number,
     wide,
 )
-from v4tool.check.book import Book
+from v4tool.check.findings import Findings
 
 Floats = F32 | F64
 VOTERS = 256
@@ -123,13 +123,13 @@ class Pass:
     rows: int
 
 
-class Unknowns:
+class WeightBounds:
     """Bounds of unknown weights, collected pass by pass. `settle` judges them across passes.
 
     Blocks may be judged in several threads and in any order: what is found does not depend on it.
     """
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: Findings) -> None:
         self.book = book
         self._passes: dict[tuple[str, str], list[Pass]] = {}
         self._lock = threading.Lock()

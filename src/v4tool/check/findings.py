@@ -31,7 +31,7 @@ class Tally:
     findings: int = 0
 
 
-class Book:
+class Findings:
     """Findings and tallies of one check; safe for use from several threads."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
@@ -97,7 +97,7 @@ def _from(of: Sequence[str]) -> str:
 class Comparison:
     """BF16 values of one key compared in pieces; reports once, when it is left."""
 
-    def __init__(self, book: Book, rule: str, key: str, of: Sequence[str]) -> None:
+    def __init__(self, book: Findings, rule: str, key: str, of: Sequence[str]) -> None:
         self.book, self.rule, self.key, self.of = book, rule, key, of
         self.count = self.wrong = 0
         self.first: tuple[int, np.uint16, np.uint16] | None = None

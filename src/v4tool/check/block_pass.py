@@ -1,8 +1,8 @@
 """One block in one pass, as the identities see it; and inputs that come twice.
 
-`Place` carries what an identity needs: configuration, step, key prefix, the file's tensors, the
-book. `Sameness` remembers every row that went into a projection: the same row again must have
-come out the same.
+`BlockPass` carries what an identity needs: configuration, step, key prefix, the file's tensors, the
+findings. `DuplicateInputs` remembers every row that went into a projection: the same row again must
+have come out the same.
 """
 
 import math
@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from v4tool.check.bits import F64
-from v4tool.check.book import Book
-from v4tool.check.bounds import Unknowns
+from v4tool.check.file_tensors import Array, FileTensors
+from v4tool.check.findings import Findings
 from v4tool.check.formulas import rope_frequencies, rope_tables
-from v4tool.check.source import Array, Source
+from v4tool.check.weight_bounds import WeightBounds
 from v4tool.config import ModelConfig
 from v4tool.names import Kind, Step, pass_of
 
@@ -39,12 +39,12 @@ class Inputs:
     outputs: tuple[str, ...]
 
 
-class Sameness:
+class DuplicateInputs:
     """Equal rows into the same weights must have come out equal. Collected by pass, judged at
     the end.
     """
 
-    def __init__(self, source: Source, book: Book) -> None:
+    def __init__(self, source: FileTensors, book: Findings) -> None:
         self.source, self.book = source, book
         self._inputs: dict[str, list[Inputs]] = {}
         self._lock = threading.Lock()
@@ -116,18 +116,18 @@ class Sameness:
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockPass:
     """One block in one pass. prefix: what its keys begin with (`decode.0.layers.3.`)."""
 
     config: ModelConfig
     step: Step
     layer: int
     prefix: str
-    source: Source
-    book: Book
-    unknowns: Unknowns
-    sameness: Sameness
-    earlier: tuple["Place", ...] = field(default=(), repr=False)
+    source: FileTensors
+    book: Findings
+    unknowns: WeightBounds
+    sameness: DuplicateInputs
+    earlier: tuple["BlockPass", ...] = field(default=(), repr=False)
 
     @property
     def ratio(self) -> int:

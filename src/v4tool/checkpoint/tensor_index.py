@@ -22,7 +22,7 @@ _SHOWN = 4
 
 
 @dataclass
-class Catalogue:
+class TensorIndex:
     """What a directory holds: headers by file, file by tensor, what is wrong, what is
     remarkable.
     """
@@ -61,7 +61,7 @@ def some(names: Iterable[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def catalogue(directory: Path | str) -> Catalogue:
+def catalogue(directory: Path | str) -> TensorIndex:
     """Read the index and all headers of a checkpoint directory.
 
     Raises CheckpointError when there is nothing to read at all (no directory, no shards, an
@@ -70,7 +70,7 @@ def catalogue(directory: Path | str) -> Catalogue:
     directory = Path(directory)
     _require_directory(directory)
     present = sorted(p.name for p in directory.glob("*.safetensors") if p.name[0] != ".")
-    out = Catalogue(directory)
+    out = TensorIndex(directory)
     if (directory / INDEX).exists():
         weight_map, total_size = _read_index(directory / INDEX)
         _read_headers(out, sorted(set(weight_map.values())))
@@ -126,7 +126,7 @@ def _plain_name(name: Any) -> bool:
     return name.endswith(".safetensors") and not set(name) & {"/", "\\"}
 
 
-def _whole_set(out: Catalogue, present: list[str]) -> list[str]:
+def _whole_set(out: TensorIndex, present: list[str]) -> list[str]:
     """The shards to read without an index: all, and those that `-of-N` says are missing."""
     out.notes.append(f"there is no {INDEX}: the headers of {len(present)} shards were read instead")
     parts = [m for n in present if (m := _NUMBERED.fullmatch(n))]
@@ -136,7 +136,7 @@ def _whole_set(out: Catalogue, present: list[str]) -> list[str]:
     return sorted(wanted)
 
 
-def _read_headers(out: Catalogue, names: list[str]) -> None:
+def _read_headers(out: TensorIndex, names: list[str]) -> None:
     missing = [n for n in names if not (out.directory / n).is_file()]
     if missing:
         # a download is completed by this list, so no name is left out
@@ -150,7 +150,7 @@ def _read_headers(out: Catalogue, names: list[str]) -> None:
             out.problems.append(str(e))
 
 
-def _match(out: Catalogue, weight_map: dict[str, str] | None) -> None:
+def _match(out: TensorIndex, weight_map: dict[str, str] | None) -> None:
     """Settle which file each tensor is read from; the index and the headers must say the same."""
     twice = []
     for file, header in out.headers.items():
@@ -171,12 +171,12 @@ def _match(out: Catalogue, weight_map: dict[str, str] | None) -> None:
     _complain(out, "in a shard but not in the index", extra)
 
 
-def _complain(out: Catalogue, what: str, names: list[str]) -> None:
+def _complain(out: TensorIndex, what: str, names: list[str]) -> None:
     if names:
         out.problems.append(f"{len(names)} tensor{'s' * (len(names) > 1)} {what}: {some(names)}")
 
 
-def _note_leftovers(out: Catalogue, present: list[str], total_size: Any) -> None:
+def _note_leftovers(out: TensorIndex, present: list[str], total_size: Any) -> None:
     unused = sorted(set(present) - set(out.files.values()) - set(out.headers))
     if unused:
         out.notes.append(f"{len(unused)} safetensors files not in the index: {some(unused)}")

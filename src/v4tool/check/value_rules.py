@@ -8,11 +8,11 @@ import numpy as np
 
 from v4tool.check.attention import TABLE
 from v4tool.check.bits import F64, Ints, Mask, at, number
-from v4tool.check.book import Book
+from v4tool.check.block_pass import BlockPass
+from v4tool.check.findings import Findings
 from v4tool.check.formulas import allowed_blocks
-from v4tool.check.place import Place
 from v4tool.names import Kind, has_indexer, table_offset, window_columns
-from v4tool.record.sweep import Bytes, Piece
+from v4tool.record.scan import Bytes, Piece
 
 INFINITY = np.int32(0x7F800000)
 NEGATIVE_INFINITY = np.uint32(0xFF800000)
@@ -29,7 +29,7 @@ class ValueRules:
     and rule.
     """
 
-    def __init__(self, book: Book, kinds: dict[str, Kind]) -> None:
+    def __init__(self, book: Findings, kinds: dict[str, Kind]) -> None:
         self.book, self.kinds = book, kinds
         self._wrong: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
         self._values = {"finite": 0, "bf16": 0}
@@ -76,7 +76,7 @@ def as_words(data: Bytes) -> bool:
     return len(data) % 4 == 0
 
 
-def check_values(place: Place) -> None:
+def check_values(place: BlockPass) -> None:
     """All rules about single keys of one block in one pass."""
     check_tables(place)
     check_gate(place)
@@ -84,7 +84,7 @@ def check_values(place: Place) -> None:
         check_coefficients(place, name)
 
 
-def check_tables(place: Place) -> None:
+def check_tables(place: BlockPass) -> None:
     """Range, causality, -1 and duplicates of `topk_idxs` and `indexer.out`."""
     config, step = place.config, place.step
     offset = table_offset(config, step)
@@ -104,7 +104,7 @@ def check_tables(place: Place) -> None:
         _check_duplicates(place, "attn.indexer.out", chosen)
 
 
-def _check_blocks(place: Place, name: str, part: Ints, offset: int) -> None:
+def _check_blocks(place: BlockPass, name: str, part: Ints, offset: int) -> None:
     """Compressed blocks: those complete for the query, as many as are allowed and fit."""
     allowed = allowed_blocks(place.step, place.ratio)
     newest = offset + allowed[:, None] - 1
@@ -112,7 +112,7 @@ def _check_blocks(place: Place, name: str, part: Ints, offset: int) -> None:
 
 
 def _check_part(
-    place: Place, name: str, part: Ints, first: int, newest: Ints | int, lengths: Ints
+    place: BlockPass, name: str, part: Ints, first: int, newest: Ints | int, lengths: Ints
 ) -> None:
     """Entries between first and newest, and as many of them as there must be; the rest -1."""
     key = place.key(name)
@@ -131,7 +131,7 @@ def _check_part(
         )
 
 
-def _check_duplicates(place: Place, name: str, table: Ints) -> None:
+def _check_duplicates(place: BlockPass, name: str, table: Ints) -> None:
     key = place.key(name)
     place.book.applied("index duplicate", [key], table.size)
     twice = [row for start in range(0, len(table), ROWS_AT_ONCE)
@@ -159,7 +159,7 @@ def _shown(row: Ints) -> str:
     return f"[{text}{', ...' if len(row) > 8 else ''}]"
 
 
-def check_gate(place: Place) -> None:
+def check_gate(place: BlockPass) -> None:
     """Experts in range and different; gate weights positive, summing to route_scale.
 
     The sum is bounded by the rounding of each weight to FP32.
@@ -192,7 +192,7 @@ def check_gate(place: Place) -> None:
             )
 
 
-def check_coefficients(place: Place, name: str) -> None:
+def check_coefficients(place: BlockPass, name: str) -> None:
     """Ranges of `pre` and `post`, and how nearly doubly stochastic `comb` is."""
     source, eps = place.source, place.config.hc_eps
     for part, low, high in (("pre", 0.0, 1 + eps), ("post", 0.0, 2.0)):
@@ -214,7 +214,7 @@ def check_coefficients(place: Place, name: str) -> None:
         _check_comb(place, key, source.floats(key).astype(np.float64))
 
 
-def _check_comb(place: Place, key: str, comb: F64) -> None:
+def _check_comb(place: BlockPass, key: str, comb: F64) -> None:
     columns = np.abs(comb.sum(1) - 1).max(-1)
     rows = np.abs(comb.sum(2) - 1).max(-1)
     of_rows = row_residual(comb, place.config.hc_sinkhorn_iters, place.config.hc_eps)

@@ -24,7 +24,7 @@ from v4tool.verify.language import Description, read_description
 from v4tool.verify.passes import PREFILL, Found, Job, Progress, run
 from v4tool.verify.results import NodeResult, Verdict, VerifyResult
 from v4tool.verify.runtime import Scope
-from v4tool.verify.sources import OWN_DESCRIPTION, Recorded, decode_steps
+from v4tool.verify.tensors import OWN_DESCRIPTION, RecordedTensors, decode_steps
 from v4tool.verify.verdict import first_wrong
 
 SELECTED = frozenset({"only", "layers", "mtp"})
@@ -99,7 +99,7 @@ def verify_file(
     """
     started = time.perf_counter()
     description = read_description(vt_file or OWN_DESCRIPTION)
-    recording = Recorded(Path(recording_path))
+    recording = RecordedTensors(Path(recording_path))
     selected = not SELECTED.isdisjoint(recording.metadata)
     request = Request(chained, node, layer, partial or selected, fail_fast, vt_file is None)
     rule = _rule(recording, atol, rtol, exact, own=request.own)
@@ -112,7 +112,9 @@ def verify_file(
     return replace(result, jobs=jobs, seconds=time.perf_counter() - started)
 
 
-def _rule(recording: Recorded, atol: float, rtol: float, exact: bool | None, *, own: bool) -> Rule:
+def _rule(
+    recording: RecordedTensors, atol: float, rtol: float, exact: bool | None, *, own: bool
+) -> Rule:
     """Exact by default where nothing is free (SPEC 4): binary64 and the own description."""
     binary64 = recording.metadata.get("accumulate", "float64") == "float64"
     exact = own and binary64 if exact is None else exact
@@ -121,7 +123,7 @@ def _rule(recording: Recorded, atol: float, rtol: float, exact: bool | None, *, 
 
 def _job(
     request: Request,
-    recording: Recorded,
+    recording: RecordedTensors,
     checkpoint: Checkpoint,
     description: Description,
     rule: Rule,
@@ -155,7 +157,7 @@ def _job(
     )
 
 
-def _tokens(recording: Recorded) -> int:
+def _tokens(recording: RecordedTensors) -> int:
     """Length of the prompt, 0 where the recording does not hold its ids."""
     if "input_ids" not in recording:
         return 0
@@ -179,7 +181,7 @@ def _last_layer(config: ModelConfig, keys: Iterable[str], request: Request) -> i
 
 
 def _result(
-    request: Request, job: Job, recording: Recorded, checkpoint: Checkpoint, found: Found
+    request: Request, job: Job, recording: RecordedTensors, checkpoint: Checkpoint, found: Found
 ) -> VerifyResult:
     every = tuple(sorted(found.nodes, key=lambda result: result.order))
     coverage = coverage_of(recording.specs, every)

@@ -13,7 +13,7 @@ from torch import Tensor
 from v4tool.model.scope import Weights
 
 
-class Announced:
+class PrefetchingWeights:
     """The given weights; `advise` returns at once. A context manager, which waits at the end.
 
     What was read before its turn is not announced any more: its pages may have left the cache, and

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from v4tool.errors import ProfileError
-from v4tool.profiles import toml, values
+from v4tool.profiles import setting_values, toml_files
 from v4tool.profiles.schema import Case, CasesFile, CheckpointSettings, Profile, ProfileFile
 from v4tool.profiles.tokens import encode
 
@@ -32,12 +32,14 @@ class Setting(NamedTuple):
 
 
 SETTINGS = (
-    Setting("ckpt", "--ckpt", "V4TOOL_CKPT", None, values.path),
-    Setting("threads", "--threads", "V4TOOL_THREADS", "auto", values.threads, number=True),
-    Setting("seed", "--seed", "V4TOOL_SEED", 0, values.seed, number=True),
-    Setting("out_dir", "--out", "V4TOOL_OUT_DIR", Path("activations"), values.path),
-    Setting("accumulate", "--accumulate", "V4TOOL_ACCUMULATE", "float64", values.accumulate),
-    Setting("backend", "--backend", "V4TOOL_BACKEND", "auto", values.backend),
+    Setting("ckpt", "--ckpt", "V4TOOL_CKPT", None, setting_values.path),
+    Setting("threads", "--threads", "V4TOOL_THREADS", "auto", setting_values.threads, number=True),
+    Setting("seed", "--seed", "V4TOOL_SEED", 0, setting_values.seed, number=True),
+    Setting("out_dir", "--out", "V4TOOL_OUT_DIR", Path("activations"), setting_values.path),
+    Setting(
+        "accumulate", "--accumulate", "V4TOOL_ACCUMULATE", "float64", setting_values.accumulate
+    ),
+    Setting("backend", "--backend", "V4TOOL_BACKEND", "auto", setting_values.backend),
 )
 
 
@@ -67,7 +69,7 @@ def load(
     """
     chosen, source = _choose(name_or_file, environ)
     path, shown = _find(chosen, source)
-    file = toml.read(path, shown, ProfileFile)
+    file = toml_files.read(path, shown, ProfileFile)
     settled, origin = _settle_all(file, path, shown, options, environ)
     cases, origin["cases"] = _read_cases(file, path, shown)
     checkpoint = file.checkpoint or CheckpointSettings(config=DEFAULT_PROFILE, synth=True)
@@ -102,7 +104,8 @@ def _find(name_or_file: str | Path, source: str) -> tuple[Path, str]:
     if path.suffix == ".toml" or len(path.parts) > 1:
         raise ProfileError(f"{source}: expected a profile's file, found none at {path}")
     raise ProfileError(
-        f"{source}: unknown profile {values.short(word)}{values.close(word, known)}: "
+        f"{source}: unknown profile "
+        f"{setting_values.short(word)}{setting_values.close(word, known)}: "
         f"shipped are {', '.join(known) or 'none'}; your own goes by its path, FILE.toml"
     )
 
@@ -128,7 +131,7 @@ def _settle_all(
         origin["ckpt"] = shown
     origin["config"] = origin["ckpt"]
     if settled["threads"] == "auto":
-        settled["threads"] = values.usable_cores()
+        settled["threads"] = setting_values.usable_cores()
     return settled, origin
 
 
@@ -167,9 +170,9 @@ def _settle(
 def _given(setting: Setting, value: object, source: str) -> Any:
     """A value from the command line or the environment. ProfileError names the source."""
     try:
-        return setting.parse(values.from_text(value) if setting.number else value)
+        return setting.parse(setting_values.from_text(value) if setting.number else value)
     except ValueError as error:
-        raise ProfileError(f"{source}: {error}, found {values.short(value)}") from error
+        raise ProfileError(f"{source}: {error}, found {setting_values.short(value)}") from error
 
 
 def _config(checkpoint: CheckpointSettings, ckpt: Path | None, path: Path) -> Path:
@@ -189,7 +192,7 @@ def _read_cases(file: ProfileFile, path: Path, shown: str) -> tuple[tuple[Case, 
     else:
         shared = path.parent / Path(file.cases_file).expanduser()
         shared_shown = str(Path(shown).parent / file.cases_file)
-    cases = toml.read(shared, shared_shown, CasesFile).cases + file.cases
+    cases = toml_files.read(shared, shared_shown, CasesFile).cases + file.cases
     for key in ("id", "file"):
         found = [getattr(case, key) for case in cases]
         twice = sorted({value for value in found if found.count(value) > 1})

@@ -21,7 +21,7 @@ def memory(value: Tensor) -> int:
 
 
 @dataclass
-class Origins:
+class Provenance:
     """The unjudged values of a running pass, kept alive so that their memory is not another's."""
 
     _known: dict[int, tuple[Tensor, ValueRef, int]] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from v4tool.cli.options import (
+from v4tool.commands.options import (
     CkptOption,
     FromOption,
     JsonOption,
@@ -15,8 +15,8 @@ from v4tool.cli.options import (
     ThreadsOption,
     model_config,
     print_json,
+    resolve_profile,
     say,
-    settle,
 )
 from v4tool.errors import InputError
 
@@ -42,9 +42,9 @@ def list_keys(
     from v4tool import names
     from v4tool.report import tables
 
-    settled = settle(profile, ckpt=ckpt)
-    config = model_config(settled)
-    chosen = settled.case(case)
+    resolved = resolve_profile(profile, ckpt=ckpt)
+    config = model_config(resolved)
+    chosen = resolved.case(case)
     tokens = len(chosen.input_ids) if length is None else length
     if tokens < 1:
         raise InputError(f"--length: expected at least 1 token, found {tokens}")
@@ -79,18 +79,18 @@ def list_cases(
     from v4tool.report import manifest as report
     from v4tool.report import tables
 
-    settled = settle(profile)
-    manifest = Manifest.load(directory or settled.out_dir)
+    resolved = resolve_profile(profile)
+    manifest = Manifest.load(directory or resolved.out_dir)
     if as_json:
         entries = manifest.model_dump(mode="json")["cases"]
         print_json(
             [
                 {**case.model_dump(mode="json"), "recording": entries.get(case.id)}
-                for case in settled.cases
+                for case in resolved.cases
             ]
         )
         return
-    tables.show(tables.cases_table(settled))
+    tables.show(tables.cases_table(resolved))
     if manifest.cases:
         print()
         tables.show(report.recordings_table(manifest))
@@ -115,19 +115,19 @@ def list_profiles(
 
     options = {"ckpt": ckpt, "threads": threads, "seed": seed}
     chosen = [profile] if profile else profiles.available()
-    settled = [profiles.load(name, options=options, environ=os.environ) for name in chosen]
+    resolved = [profiles.load(name, options=options, environ=os.environ) for name in chosen]
     if as_json:
         print_json([
             {"name": p.name, "summary": p.summary,
              "settings": [dict(zip(("key", "value", "from"), row, strict=True))
                           for row in p.settings()]}
-            for p in settled
+            for p in resolved
         ])  # fmt: skip
     elif verbose:
-        for one in settled:
+        for one in resolved:
             tables.show(tables.settings_table(one))
     else:
-        tables.show(tables.profiles_table(settled))
+        tables.show(tables.profiles_table(resolved))
 
 
 @listing.command("layers")
@@ -135,7 +135,7 @@ def list_layers(profile: ProfileOption = None, ckpt: CkptOption = None) -> None:
     """Every layer with its attention, routing and number of base keys."""
     from v4tool.report import tables
 
-    tables.show(tables.layers_table(model_config(settle(profile, ckpt=ckpt))))
+    tables.show(tables.layers_table(model_config(resolve_profile(profile, ckpt=ckpt))))
 
 
 @listing.command("tensors")
@@ -153,14 +153,14 @@ def list_tensors(
     from v4tool.checkpoint.layout import layout
     from v4tool.report import tables
 
-    settled = settle(profile, ckpt=ckpt)
-    config = model_config(settled)
+    resolved = resolve_profile(profile, ckpt=ckpt)
+    config = model_config(resolved)
 
     def wanted(name: str) -> bool:
         in_layer = layer is None or name.startswith(config.block_path(layer) + ".")
         return in_layer and (glob is None or fnmatchcase(name, glob))
 
-    if settled.ckpt is None:
+    if resolved.ckpt is None:
         specs = {name: spec for name, spec in layout(config).items() if wanted(name)}
         if as_json:
             print_json([
@@ -170,7 +170,7 @@ def list_tensors(
         else:
             print(tables.tensors_lines(specs))
         return
-    rows = [row for row in inspect(settled.ckpt, config) if wanted(row.name)]
+    rows = [row for row in inspect(resolved.ckpt, config) if wanted(row.name)]
     if as_json:
         print_json([{"name": r.name, "status": r.status, "found": str(r.found)} for r in rows])
     else:
@@ -198,9 +198,9 @@ def list_nodes(
     from v4tool.report.verify import nodes_table
     from v4tool.verify.listing import list_nodes as nodes_of
 
-    settled = settle(profile, ckpt=ckpt)
-    config = model_config(settled)
-    chosen = settled.case(case)
+    resolved = resolve_profile(profile, ckpt=ckpt)
+    config = model_config(resolved)
+    chosen = resolved.case(case)
     keys = recording_keys(config, len(chosen.input_ids), chosen.decode, mtp=config.mtp_supported)
     nodes, left = nodes_of(vt, keys, layout(config))
     if as_json:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from v4tool.errors import ProfileError
 from v4tool.profiles.schema import TABLES
-from v4tool.profiles.values import close, short
+from v4tool.profiles.setting_values import close, short
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -23,7 +23,7 @@ class Weights(Protocol):
     def __call__(self, key: str) -> Tensor: ...
 
 
-class Recorded:
+class RecordedTensors:
     """A recording's tensors, each a copy; the file is mapped anew every `AT_ONCE` bytes.
 
     What is mapped and was touched counts as resident until it is let go: of a file of 5 GiB that

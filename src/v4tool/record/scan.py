@@ -211,7 +211,7 @@ class Piece:
         return self.offset + len(self.data) == self.entry.nbytes
 
 
-class Sweep:
+class FileScan:
     """Reads a file from its payload to its end, hashing in threads of its own.
 
     After `pieces` is exhausted: `payload_sha256` and, if asked for, `file_sha256`.

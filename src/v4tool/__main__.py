@@ -1,0 +1,5 @@
+"""`python -m v4tool`, for an interpreter without the installed script."""
+
+from v4tool.cli import main
+
+main()

@@ -1,5 +1,0 @@
-"""`python -m v4tool.cli`, for an interpreter without the installed script."""
-
-from v4tool.cli import main
-
-main()

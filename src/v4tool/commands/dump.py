@@ -1,0 +1,105 @@
+"""`v4tool dump`: records the activations of one or several prompts."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from v4tool.commands.options import (
+    AccumulateOption,
+    AllOption,
+    BackendOption,
+    CaseOption,
+    CkptOption,
+    JsonOption,
+    ProfileOption,
+    QuietOption,
+    SeedOption,
+    ThreadsOption,
+    chosen_cases,
+    custom_case,
+    open_checkpoint,
+    print_json,
+    resolve_profile,
+    say,
+    selection_of,
+    with_decode,
+)
+from v4tool.errors import InputError
+
+
+def dump(
+    case: CaseOption = None,
+    every: AllOption = False,
+    text: Annotated[str | None, typer.Option("--text", help="A prompt of your own.")] = None,
+    input_ids: Annotated[
+        str | None, typer.Option("--input-ids", help="Token ids of your own: 1,2,3.")
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option("--decode", help="Main-stack decode steps, greedy.")
+    ] = None,
+    decode_ids: Annotated[
+        str | None, typer.Option("--decode-ids", help="Ids of the decode steps: 5,6,7.")
+    ] = None,
+    ckpt: CkptOption = None,
+    profile: ProfileOption = None,
+    threads: ThreadsOption = None,
+    seed: SeedOption = None,
+    accumulate: AccumulateOption = None,
+    backend: BackendOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="A .safetensors file, or a directory.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Record keys that match, e.g. '*.attn.out'.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option("--layers", help="Record these layers only: 0,2-5.")
+    ] = None,
+    mtp: Annotated[bool, typer.Option("--mtp/--no-mtp", help="Leave the MTP block out.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Record every module's output for one or several prompts, all in one pass over the weights."""
+    from v4tool import dump as dumping
+    from v4tool.profiles import parse_ids
+    from v4tool.report.progress import DumpProgress
+
+    resolved = resolve_profile(
+        profile, ckpt=ckpt, threads=threads, seed=seed, accumulate=accumulate, backend=backend
+    )
+    checkpoint = open_checkpoint(resolved, mtp=mtp, quiet=quiet)
+    vocab_size = checkpoint.config.vocab_size
+    if text is None and input_ids is None:
+        cases = chosen_cases(resolved, case, every)
+    elif case or every:
+        raise InputError("--text and --input-ids go without --case and --all")
+    else:
+        cases = [custom_case(resolved, text, input_ids, vocab_size)]
+    ids = parse_ids(decode_ids, vocab_size, where="--decode-ids") if decode_ids is not None else ()
+    cases = [with_decode(c, decode, ids) for c in cases]
+    selection = selection_of(only, layers, mtp)
+    paths = dumping.output_paths(cases, out, resolved.out_dir, force=force)
+    steps = dumping.steps(checkpoint.config, cases, selection)
+    with DumpProgress(
+        steps, lambda: checkpoint.bytes_read, dumping.peak_rss, quiet=quiet
+    ) as progress:
+        results = dumping.dump_cases(
+            resolved, checkpoint, cases, paths, selection=selection, force=force, progress=progress
+        )
+    if not dumping.is_one_file(out):
+        dumping.enter_in_manifest(resolved, checkpoint.config, results)
+    show_dump(results, as_json, quiet)
+
+
+def show_dump(results: list[Any], as_json: bool, quiet: bool) -> None:
+    """The results of a dump: a table or JSON on stdout, one closing line on stderr."""
+    from v4tool.report import tables
+
+    if as_json:
+        print_json([result.as_dict() for result in results])
+    else:
+        tables.show(tables.dump_table(results))
+    if not quiet:
+        say(tables.dump_line(results))
