@@ -212,6 +212,19 @@ def test_unusable_file(tmp_path: Path, text: str, words: str) -> None:
     assert str(path) in str(caught.value)
 
 
+def test_byte_order_mark_is_read_and_utf_16_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    text = (GOLDEN_MINI / "ckpt/config.json").read_text()
+    path.write_text(text, encoding="utf-8-sig")
+    assert path.read_bytes()[:3] == b"\xef\xbb\xbf"
+    assert ModelConfig.from_file(path) == ModelConfig.from_file(GOLDEN_MINI / "ckpt")
+    for encoding in ("utf-16", "utf-16-be"):
+        path.write_text("\ufeff" * (encoding == "utf-16-be") + text, encoding=encoding)
+        with pytest.raises(ConfigError) as e:
+            ModelConfig.from_file(path)
+        assert str(e.value) == f"{path}: is UTF-16 text, expected UTF-8: save it as UTF-8"
+
+
 def test_absent_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: there is no such file"):
         ModelConfig.from_file(tmp_path)

@@ -79,6 +79,9 @@ RELEASE_NAMES = {
 }
 """Short name -> path of the field in `config.json`, dots for nesting."""
 
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+"""Byte order marks of UTF-16, little and big endian."""
+
 _NEWER_SCHEMA = ("layer_types", "rope_parameters")
 
 _CONTRADICTIONS: dict[str, Any] = {
@@ -168,7 +171,10 @@ class ModelConfig(BaseModel):
         if path.is_dir():
             path = path / "config.json"
         try:
-            text = path.read_text(encoding="utf-8")
+            data = path.read_bytes()
+            if data[:2] in _UTF16_MARKS:
+                raise ConfigError(f"{path}: is UTF-16 text, expected UTF-8: save it as UTF-8")
+            text = data.decode("utf-8-sig")
         except FileNotFoundError:
             raise ConfigError(f"{path}: there is no such file") from None
         except (OSError, UnicodeDecodeError) as e:

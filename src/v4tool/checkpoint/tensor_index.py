@@ -103,7 +103,7 @@ def _nothing_there(directory: Path) -> str:
 
 def _read_index(path: Path) -> tuple[dict[str, str], Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
+        raw = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique_keys)
     except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{path}: cannot be read as JSON: {e}") from None
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
