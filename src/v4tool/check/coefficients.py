@@ -16,7 +16,7 @@ from v4tool.check.block_pass import BlockPass
 from v4tool.check.file_tensors import FileTensors
 from v4tool.check.findings import Findings
 from v4tool.check.streams import Streams, Unsure, middle_streams, post_terms, settled
-from v4tool.check.weights import numbers
+from v4tool.check.weight_values import numbers
 from v4tool.names import complete_blocks, compressor_groups, has_indexer
 
 if TYPE_CHECKING:

@@ -17,12 +17,10 @@ from v4tool.check.block_pass import BlockPass
 from v4tool.check.coefficients import Coefficients
 from v4tool.check.file_tensors import FileTensors
 from v4tool.check.findings import Findings
-from v4tool.check.weights import acc_equal, bits_of, numbers
+from v4tool.check.weight_values import acc_equal, bits_of, numbers, tensor
 from v4tool.names import has_indexer
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from v4tool.checkpoint.shards import Checkpoint
     from v4tool.quant.linear import QuantizedWeight
 
@@ -237,10 +235,3 @@ class Products:
             if fitting.any():
                 expected[row] = found[row]
         self.book.compare(RULE, key, found, expected, of)
-
-
-def tensor(bits: Bits) -> "Tensor":
-    """Bits as a BF16 tensor."""
-    import torch
-
-    return torch.from_numpy(np.ascontiguousarray(bits).view(np.int16)).view(torch.bfloat16)
