@@ -40,7 +40,7 @@ def tensor(bits: Bits) -> "Tensor":
 
 
 def acc_equal(
-    book: Findings,
+    findings: Findings,
     rule: str,
     key: str,
     found: npt.NDArray[np.float32],
@@ -51,15 +51,15 @@ def acc_equal(
     """FP32 values rounded from binary64 sums: within 1 ulp, or within the last bits of the
     terms' sizes.
     """
-    book.applied(rule, [key, *of], found.size)
+    findings.applied(rule, [key, *of], found.size)
     gap = np.abs(found.astype(np.float64) - expected)
     allowed = np.maximum(ULPS * np.spacing(np.abs(found)).astype(np.float64), 1e-14 * size)
     wrong = np.flatnonzero(~(gap <= allowed).reshape(-1))
     if wrong.size:
         i = int(wrong[0])
-        book.report(
+        findings.report(
             key, rule,
-            f"{number(expected.reshape(-1)[i])} at {book.place(key, i, found.shape)} "
+            f"{number(expected.reshape(-1)[i])} at {findings.place(key, i, found.shape)} "
             f"(from {', '.join(of)})",
             f"{number(found.reshape(-1)[i])}; {wrong.size} of {found.size} values differ",
         )  # fmt: skip

@@ -30,37 +30,37 @@ MATRIX_ROWS = 8192
 
 
 def check_weights(
-    places: Sequence[BlockPass],
+    blocks: Sequence[BlockPass],
     expected: Expectation,
-    source: FileTensors,
-    book: Findings,
-    unknowns: "WeightBounds",
+    tensors: FileTensors,
+    findings: Findings,
+    weight_bounds: "WeightBounds",
     checkpoint: "Checkpoint",
     *,
     deep: bool,
 ) -> None:
     """All checks that take the checkpoint; `deep`: every product with a weight as well."""
-    check_fingerprint(source, book, checkpoint)
-    if not places:
+    check_fingerprint(tensors, findings, checkpoint)
+    if not blocks:
         return
-    stored = StoredWeights(places, expected, source, book, checkpoint)
+    stored = StoredWeights(blocks, expected, tensors, findings, checkpoint)
     with np.errstate(all="ignore"):
         stored.embeddings()
         stored.hash_routing()
         stored.logits()
-        unknowns.compare(lambda name: known_weight(checkpoint, name))
+        weight_bounds.compare(lambda name: known_weight(checkpoint, name))
         if deep:
-            check_products(places, source, book, checkpoint)
+            check_products(blocks, tensors, findings, checkpoint)
 
 
-def check_fingerprint(source: FileTensors, book: Findings, checkpoint: "Checkpoint") -> None:
+def check_fingerprint(tensors: FileTensors, findings: Findings, checkpoint: "Checkpoint") -> None:
     """The recording's checkpoint is the one at hand."""
-    stated = source.header.metadata.get("checkpoint_fingerprint")
+    stated = tensors.header.metadata.get("checkpoint_fingerprint")
     if stated is not None:
-        book.applied("fingerprint", source.header.entries)
+        findings.applied("fingerprint", tensors.header.entries)
         if stated != checkpoint.fingerprint:
             expected = f"{checkpoint.fingerprint} of {checkpoint.directory}"
-            book.report("__metadata__.checkpoint_fingerprint", "fingerprint", expected, stated)
+            findings.report("__metadata__.checkpoint_fingerprint", "fingerprint", expected, stated)
 
 
 def known_weight(checkpoint: "Checkpoint", name: str) -> F64 | None:
@@ -74,50 +74,50 @@ def known_weight(checkpoint: "Checkpoint", name: str) -> F64 | None:
 class StoredWeights:
     """The keys of one recording that follow from a stored weight without any quantised product."""
 
-    places: Sequence[BlockPass]
+    blocks: Sequence[BlockPass]
     expected: Expectation
-    source: FileTensors
-    book: Findings
+    tensors: FileTensors
+    findings: Findings
     checkpoint: "Checkpoint"
 
     def embeddings(self) -> None:
         """Every `embed.out` holds the rows of `embed.weight` for its token ids."""
-        for key, rows, ids in recorded_embeddings(self.expected, self.places, self.source):
+        for key, rows, ids in recorded_embeddings(self.expected, self.blocks, self.tensors):
             if ids and self._in_vocabulary(ids):
                 fresh = bits_of(self.checkpoint.gather_rows("embed.weight", ids))
-                self.book.compare("embedding", key, rows, fresh, ["embed.weight"])
+                self.findings.compare("embedding", key, rows, fresh, ["embed.weight"])
             elif ids:
                 limit = f"ids below {self.checkpoint.config.vocab_size}"
-                self.book.report(key, "embedding", limit, f"{ids[:6]}")
+                self.findings.report(key, "embedding", limit, f"{ids[:6]}")
 
     def _in_vocabulary(self, ids: Sequence[int]) -> bool:
         return all(0 <= i < self.checkpoint.config.vocab_size for i in ids)
 
     def hash_routing(self) -> None:
         """The experts of hash layers are the rows of `tid2eid` for the token ids."""
-        for place in self.places:
-            if not place.config.is_hash(place.layer) or not place.has("ffn.gate.out.1"):
+        for block in self.blocks:
+            if not block.config.is_hash(block.layer) or not block.has("ffn.gate.out.1"):
                 continue
-            key, name = place.key("ffn.gate.out.1"), f"{place.weights}ffn.gate.tid2eid"
-            found = self.source.ints(key)
-            ids = self.expected.ids_of(place.pass_prefix, self.source, len(found))
+            key, name = block.key("ffn.gate.out.1"), f"{block.weights}ffn.gate.tid2eid"
+            found = self.tensors.ints(key)
+            ids = self.expected.ids_of(block.pass_prefix, self.tensors, len(found))
             if len(ids) == len(found) and self._in_vocabulary(ids):
                 table = self.checkpoint.gather_rows(name, ids).long().numpy()
-                self.book.equal("hash routing", key, found, table, [name])
+                self.findings.equal("hash routing", key, found, table, [name])
 
     def logits(self) -> None:
         """Every `head.out` is `head.weight` times the last row of `norm.out`, within 1 ulp of
         FP32.
         """
-        prefixes = dict.fromkeys(place.pass_prefix for place in self.places)
+        prefixes = dict.fromkeys(block.pass_prefix for block in self.blocks)
         pairs = [(f"{p}norm.out", f"{p}head.out") for p in prefixes]
-        pairs = [(x, y) for x, y in pairs if self.source.has(x, y)]
+        pairs = [(x, y) for x, y in pairs if self.tensors.has(x, y)]
         if not pairs:
             return
         last = np.concatenate(
-            [wide(self.source.bits(x, self.source.count(x) - 1)) for x, _ in pairs]
+            [wide(self.tensors.bits(x, self.tensors.count(x) - 1)) for x, _ in pairs]
         )
-        found = np.concatenate([self.source.floats(y).reshape(1, -1) for _, y in pairs])
+        found = np.concatenate([self.tensors.floats(y).reshape(1, -1) for _, y in pairs])
         vocabulary = self.checkpoint.config.vocab_size
         sums, sizes = np.empty(found.shape), np.empty(found.shape)
         for start in range(0, vocabulary, MATRIX_ROWS):
@@ -127,5 +127,5 @@ class StoredWeights:
             sizes[:, start:stop] = np.abs(last) @ np.abs(matrix).T
         for (x, key), row, expected, size in zip(pairs, found, sums, sizes, strict=True):
             acc_equal(
-                self.book, "logits from weights", key, row, expected, size, [x, "head.weight"]
+                self.findings, "logits from weights", key, row, expected, size, [x, "head.weight"]
             )
