@@ -211,7 +211,7 @@ class _Check:
                     self.weight_bounds,
                     self.duplicates,
                     earlier,
-                )  # fmt: skip
+                )
             )
         return blocks
 

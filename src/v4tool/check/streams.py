@@ -83,9 +83,9 @@ def spread_of_sums(coefficients: F64, terms: Unsure) -> Few:
         return NONE
     s, k, d = np.unravel_index(terms.spread.where, terms.values.shape)
     streams, width = coefficients.shape[1], terms.values.shape[2]
-    blocks = (s[:, None] * streams + np.arange(streams)) * width + d[:, None]
+    positions = (s[:, None] * streams + np.arange(streams)) * width + d[:, None]
     amounts = np.abs(coefficients[s, :, k]) * terms.spread.amount[:, None]
-    where, back = np.unique(blocks, return_inverse=True)
+    where, back = np.unique(positions, return_inverse=True)
     totals = np.bincount(back.reshape(-1), amounts.reshape(-1), len(where))
     return Few(where, totals.astype(np.float64))
 
