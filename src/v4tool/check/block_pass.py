@@ -1,4 +1,4 @@
-"""One block in one pass, as the identities see it; and inputs that come twice.
+"""Context of one block in one pass for the identities, and the check of duplicate inputs.
 
 `BlockPass` carries what an identity needs: configuration, step, key prefix, the file's tensors, the
 findings. `DuplicateInputs` remembers every row that went into a projection: the same row again must

@@ -1,7 +1,6 @@
-"""What happens to a file's pieces as they go by: some are held, all are summed, and blocks are
-judged beside it.
+"""Consumers of a single-pass file scan: tensor cache, checksums, background checks of blocks.
 
-Left out: what judging a block means (`recording.check_place`).
+Left out: what judging a block means (`recording.check_block`).
 """
 
 from collections.abc import Callable
@@ -25,7 +24,7 @@ BLOCKS_WAITING = 3
 
 
 class TensorCollector:
-    """Puts whole tensors that go by into the source's cache."""
+    """Puts whole tensors that go by into the cache of `FileTensors`."""
 
     def __init__(self, tensors: FileTensors, wanted: Callable[[str], bool]) -> None:
         self.tensors, self.wanted = tensors, wanted
@@ -93,7 +92,7 @@ class BackgroundJudge:
         self._pool = ThreadPoolExecutor(WORKERS)
 
     def _prefix(self, key: str) -> str | None:
-        """The place that a key belongs to: what stands before the first module's name."""
+        """The block pass that a key belongs to: what stands before the first module's name."""
         parts = key.split(".")
         for count in (2, 3, 4):
             prefix = ".".join(parts[:count]) + "."

@@ -1,4 +1,4 @@
-"""The book of one check: findings, and a tally of what every rule was applied to.
+"""Thread-safe collection of findings, with a count of keys and values per rule.
 
 A rule that was never applied shows in its tally, so that a check that checks nothing cannot
 pass for one. Findings are one a key and rule, with the first place that is wrong and how many

@@ -1,5 +1,4 @@
-"""The model's weightless steps in numpy, written from SPEC sections 3 to 5 and not from the
-port.
+"""Numpy reference of the model's operators without weights (SPEC 3 to 5), not from the port.
 
 BF16 values come and go as bits. s tokens, H heads, C head_dim, R rotated dims, n rows of keys
 and values, m entries of the index table. Left out: everything that takes a weight.

@@ -1,4 +1,4 @@
-"""A file against its specification and itself, in one pass over its bytes.
+"""Check of one recording: specification, hashes, values and identities in one pass over it.
 
 `check_recording` reads the file once from front to back: hashes, values and the tensors that
 identities need come from that one read. As soon as a block's keys have gone by, its identities

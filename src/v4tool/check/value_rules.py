@@ -60,7 +60,7 @@ class ValueRules:
         self._wrong.setdefault((key, rule), []).append((first, where.size, number(value)))
 
     def close(self) -> None:
-        """Put everything into the book."""
+        """Report all findings and tallies."""
         for rule, keys in self._keys.items():
             self.findings.applied(rule, keys, self._values[rule])
         expected = {"finite": "finite values", "bf16": "values with 16 low bits of 0"}

@@ -1,4 +1,4 @@
-"""What all tokens together say of a weight that nobody knows.
+"""Interval bounds of unknown norm weights and attention sinks, from recorded outputs.
 
 A norm's weight is one BF16 number per dimension, an attention sink one number per head. Every
 token's recorded output bounds it: it lies in the interval whose values round to that output. If
