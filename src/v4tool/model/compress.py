@@ -14,7 +14,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from v4tool.config import FP4_GROUP, KV_BLOCK, ModelConfig
+from v4tool.config import ModelConfig
+from v4tool.config_fields import FP4_GROUP, KV_BLOCK
 from v4tool.model.layers import (
     by_tokens,
     ordered_sum,
