@@ -1,4 +1,4 @@
-"""Results do not depend on the number of threads or the size of the pieces; prefetch and ordering."""
+"""Thread count and piece size change no bits; order of results; prefetch without waiting."""
 
 import json
 import threading
