@@ -11,7 +11,8 @@ from functools import lru_cache
 import numpy as np
 
 from v4tool.check.bits import F32, F64, Bits, Ints, rounded, rounded_f32, wide, widen
-from v4tool.config import FP4_GROUP, KV_BLOCK, ModelConfig
+from v4tool.config import ModelConfig
+from v4tool.config_fields import FP4_GROUP, KV_BLOCK
 from v4tool.names import Step, compressed_columns, table_offset
 
 TABLE_BLOCK = 64
