@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 import v4tool
 from tests.conftest import GOLDEN_MINI
-from v4tool.config import RELEASE_NAMES, ModelConfig, Numerics
+from v4tool.config import ModelConfig, Numerics
+from v4tool.config_fields import RELEASE_NAMES
 from v4tool.errors import ConfigError
 
 DATA = Path(v4tool.__file__).parent / "data"

@@ -1,6 +1,8 @@
-"""From a checkpoint to recordings: which keys, how deep, in which files; all cases in one pass.
+"""Runs cases through a checkpoint in one pass and writes their recordings.
 
-Left out: the arithmetic (`model`), the file (`record.writer`) and how progress is shown (`report`).
+Decides which keys are recorded (`Selection`), how far the model is computed (`layer_range_of`) and
+what the files' metadata say. Left out: the arithmetic (`model`), the file (`record.writer`) and how
+progress is shown (`report`).
 """
 
 import json
@@ -77,7 +79,7 @@ class Selection:
 
 
 def layer_range_of(config: ModelConfig, case: Case, keys: Keys) -> stream.LayerRange:
-    """How deep the model has to be computed for these keys of this case."""
+    """Which part of the model has to be computed for these keys of this case."""
     mtp = any(key.startswith("mtp.") for key in keys)
     chooses_ids = case.decode > len(case.decode_ids)
     ends = {"norm.out", "head.out"}
@@ -88,9 +90,9 @@ def layer_range_of(config: ModelConfig, case: Case, keys: Keys) -> stream.LayerR
     return stream.LayerRange(max(layers) + 1 if layers else 0, head=False, mtp=False)
 
 
-def union(extents: Iterable[stream.LayerRange]) -> stream.LayerRange:
-    """The extent that serves all of several cases."""
-    every = list(extents)
+def union(layer_ranges: Iterable[stream.LayerRange]) -> stream.LayerRange:
+    """The smallest layer range that covers all given ones."""
+    every = list(layer_ranges)
     return stream.LayerRange(
         max(e.layers for e in every), any(e.head for e in every), any(e.mtp for e in every)
     )
@@ -171,11 +173,13 @@ class NoProgress:
 
 
 def steps(config: ModelConfig, cases: Iterable[Case], selection: Selection) -> int:
-    """How many places a dump will tell its progress of."""
+    """How many times a dump calls `Progress.watch`."""
     cases = list(cases)
-    extent = union(layer_range_of(config, case, selection.keys(config, case)) for case in cases)
+    layer_range = union(
+        layer_range_of(config, case, selection.keys(config, case)) for case in cases
+    )
     passes = 1 + max(case.decode for case in cases)
-    return passes * (1 + extent.layers + extent.head) + extent.mtp
+    return passes * (1 + layer_range.layers + layer_range.head) + layer_range.mtp
 
 
 def peak_rss() -> int:
@@ -256,7 +260,7 @@ def dump_cases(
 ) -> list[DumpResult]:
     """Run the cases through the checkpoint in one pass and write each one's recording.
 
-    paths: one file a case (see `output_paths`). progress: told what comes next.
+    paths: one file a case (see `output_paths`). progress: told each module before it runs.
     Nothing stands under a final name before it is whole; on any error all of them are discarded.
     Raises InputError for ids outside the vocabulary, OutputError where a file cannot be written.
     """
@@ -266,7 +270,7 @@ def dump_cases(
         if case.decode_ids:
             validate_ids(case.decode_ids, config.vocab_size, where=f"case {case.id}: decode_ids")
     keys = [selection.keys(config, case) for case in cases]
-    extent = union(
+    layer_range = union(
         layer_range_of(config, case, wanted) for case, wanted in zip(cases, keys, strict=True)
     )
     recorders, sequences = [], []
@@ -281,7 +285,7 @@ def dump_cases(
             recorders.append(recorder)
             sequences.append(stream.Sequence(ids, recorder.tap, case.decode, decode_ids))
         torch.set_num_threads(1)
-        stream.run(checkpoint, config, numerics_of(profile), sequences, extent, progress.watch)
+        stream.run(checkpoint, config, numerics_of(profile), sequences, layer_range, progress.watch)
         return [
             _finish(recorder, sequence, checkpoint, selection, started)
             for recorder, sequence in zip(recorders, sequences, strict=True)

@@ -1,5 +1,4 @@
-"""What can go wrong, in one family: a user's mistake is an exception, a defect of data is a
-`Finding`.
+"""Exceptions for a user's mistakes (`V4ToolError`), and `Finding`, one defect of data.
 
 `V4ToolError` and its kinds are caught in one place (`cli.main`) and turned into one line on stderr
 and exit status 2. A `Finding` is data: `check` and `verify` collect them, go on, and exit with

@@ -1,6 +1,6 @@
-"""The grammar of tensor names, and what a recording must hold (SPEC section 6).
+"""The grammar of keys, and the keys, shapes and dtypes that a recording must hold (SPEC section 6).
 
-A name is a pass prefix (nothing for the prefill, `decode.<i>.`, `mtp.0.prefill.`, `mtp.0.decode.`),
+A key is a pass prefix (nothing for the prefill, `decode.<i>.`, `mtp.0.prefill.`, `mtp.0.decode.`),
 a module path (`layers.3.attn.wq_a`) and what is recorded of it (`.out`, or `.pre`, `.in` where SPEC
 says so). Everything here follows from the model's configuration and the number of tokens; nothing
 is run and no tensor is touched. Which routed experts appear depends on the data, so they are

@@ -1,6 +1,7 @@
-"""Hints about the page cache, where the system takes them; without them everything works the same.
+"""Page cache hints for byte ranges of a file: read ahead, drop, start write-back.
 
 Linux offers `posix_fadvise`; macOS offers `F_RDADVISE` to read ahead and ages pages by itself.
+Where a system has neither, the functions do nothing. No result depends on them.
 """
 
 import fcntl
@@ -18,7 +19,7 @@ def memory() -> int:
 
 
 def will_need(fd: int, offset: int, length: int) -> None:
-    """Say that these bytes of a file will be read soon."""
+    """Start reading these bytes of a file into the page cache."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
     elif sys.platform == "darwin":
@@ -27,13 +28,13 @@ def will_need(fd: int, offset: int, length: int) -> None:
 
 
 def dont_need(fd: int, offset: int, length: int) -> None:
-    """Say that these bytes of a file may leave the cache."""
+    """Let the system drop these bytes of a file from the page cache."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
 
 def write_back(fd: int, offset: int, length: int) -> None:
-    """Have the writing of these bytes of a file to the disk begin now; returns at once.
+    """Start writing these bytes of a file to the disk; returns at once.
 
     Linux does so for pages that may leave the cache but are not on the disk yet; they stay.
     """

@@ -1,11 +1,9 @@
-"""References made anew from the frozen ids of a manifest; an old one goes only when the new one
-has passed.
+"""Regenerates recordings from the frozen ids of a manifest, and replaces those that pass.
 
-The new recordings of all cases come from one pass over the weights into a directory of their
-own beside the old ones. Each is checked, with the checkpoint, and verified; only then does it
-take the old one's place. Killed at any moment, regen leaves every old reference that it has not
-replaced as it was, and a manifest that fits. Left out: what verifying means (the caller brings
-it), and new prompts (`dump`).
+The new recordings of all cases come from one pass over the weights into a temporary directory
+beside the old ones. Each is checked, with the checkpoint, and verified; only then does it replace
+the old one. If regen is killed, every recording that it has not replaced is as it was, and the
+manifest fits. Left out: what verifying means (the caller passes it), and new prompts (`dump`).
 """
 
 import shutil

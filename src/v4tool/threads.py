@@ -1,9 +1,8 @@
-"""Threads for code that releases the interpreter lock: a parallel loop and an ordered map.
+"""`parallel_for`, `ordered_map` and per-thread scratch buffers, for code that releases the GIL.
 
-The threads decide only who computes a piece and when, never what is computed, so results have the
-same bits for any number of threads. `parallel_for` may be called from inside another pool: the
-caller works through the tasks itself and waits for no task that has not begun, so a nested call
-cannot deadlock. `ordered_map` yields results in the order of the items.
+Threads decide who computes a piece and when, never its value, so results have the same bits for any
+number of threads. `parallel_for` may be called from inside another pool: the caller works through
+the tasks itself and waits for no task that has not begun, so a nested call cannot deadlock.
 """
 
 from collections import deque
@@ -71,13 +70,13 @@ def parallel_for(task: Callable[[int], None], tasks: int, threads: int) -> None:
 
 
 class ScratchBuffers(local):
-    """Buffers that a thread uses again and again: fresh memory is slow to come by."""
+    """Buffers by name, one set per thread, reused because newly allocated memory is slow."""
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
 
     def take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        """At least `size` elements of no known value, until the next call with the same name."""
+        """At least `size` uninitialised elements, valid until the next call with the same name."""
         held = self._held.get(name)
         if held is None or held.numel() < size:
             with torch.inference_mode(False):  # to be used under either mode

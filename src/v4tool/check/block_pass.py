@@ -1,4 +1,4 @@
-"""One block in one pass, as the identities see it; and inputs that come twice.
+"""Context of one block in one pass for the identities, and the check of duplicate inputs.
 
 `BlockPass` carries what an identity needs: configuration, step, key prefix, the file's tensors, the
 findings. `DuplicateInputs` remembers every row that went into a projection: the same row again must
@@ -44,8 +44,8 @@ class DuplicateInputs:
     the end.
     """
 
-    def __init__(self, source: FileTensors, book: Findings) -> None:
-        self.source, self.book = source, book
+    def __init__(self, tensors: FileTensors, findings: Findings) -> None:
+        self.tensors, self.findings = tensors, findings
         self._inputs: dict[str, list[Inputs]] = {}
         self._lock = threading.Lock()
 
@@ -56,8 +56,8 @@ class DuplicateInputs:
 
         weights: what the passes that share these weights have in common; of: the input's name.
         """
-        present = tuple(name for name in outputs if prefix + name in self.source)
-        self.book.applied(RULE, [prefix + name for name in present], len(inputs))
+        present = tuple(name for name in outputs if prefix + name in self.tensors)
+        self.findings.applied(RULE, [prefix + name for name in present], len(inputs))
         if present:
             digests = [hash(row.tobytes()) for row in inputs]
             with self._lock:
@@ -87,14 +87,14 @@ class DuplicateInputs:
         wrong = [
             (row, f"{other}{name}", other_row)
             for row, other, other_row in pairs
-            if other + name in self.source
+            if other + name in self.tensors
             and not np.array_equal(
                 self._row(other + name, other_row), self._row(prefix + name, row)
             )
         ]
         if wrong:
             row, key, other_row = wrong[0]
-            self.book.report(
+            self.findings.report(
                 prefix + name,
                 RULE,
                 f"row {row} like row {other_row} of {key}, as in {of}",
@@ -103,14 +103,14 @@ class DuplicateInputs:
 
     def _row(self, key: str, row: int) -> Array:
         """One row over the last dimension; a token may have several."""
-        source, kind = self.source, self.source.kinds[key]
+        tensors, kind = self.tensors, self.tensors.kinds[key]
         readers: dict[Kind, Callable[..., Array]] = {
-            "bf16": source.bits,
-            "acc": source.floats,
-            "int": source.ints,
+            "bf16": tensors.bits,
+            "acc": tensors.floats,
+            "int": tensors.ints,
         }
-        shape = source.shape(key)
-        a_token = math.prod(shape[:-1]) // source.count(key)
+        shape = tensors.shape(key)
+        a_token = math.prod(shape[:-1]) // tensors.count(key)
         values = readers[kind](key, row // a_token, row // a_token + 1)
         return np.asarray(values.reshape(a_token, -1)[row % a_token])
 
@@ -123,10 +123,10 @@ class BlockPass:
     step: Step
     layer: int
     prefix: str
-    source: FileTensors
-    book: Findings
-    unknowns: WeightBounds
-    sameness: DuplicateInputs
+    tensors: FileTensors
+    findings: Findings
+    weight_bounds: WeightBounds
+    duplicates: DuplicateInputs
     earlier: tuple["BlockPass", ...] = field(default=(), repr=False)
 
     @property
@@ -155,7 +155,7 @@ class BlockPass:
 
     def has(self, *names: str) -> bool:
         """Whether all of these keys of the block can be read."""
-        return self.source.has(*(self.prefix + name for name in names))
+        return self.tensors.has(*(self.prefix + name for name in names))
 
     def pieces(self, width: int) -> Iterator[tuple[int, int]]:
         """The pass's tokens in stretches, each of about VALUES_AT_ONCE values of this width."""

@@ -16,7 +16,7 @@ from v4tool.check.block_pass import BlockPass
 from v4tool.check.file_tensors import FileTensors
 from v4tool.check.findings import Findings
 from v4tool.check.streams import Streams, Unsure, middle_streams, post_terms, settled
-from v4tool.check.weights import numbers
+from v4tool.check.weight_values import numbers
 from v4tool.names import complete_blocks, compressor_groups, has_indexer
 
 if TYPE_CHECKING:
@@ -31,30 +31,35 @@ class Coefficients:
     """What the unquantised weights of one block determine in one pass."""
 
     def __init__(
-        self, place: BlockPass, source: FileTensors, book: Findings, checkpoint: "Checkpoint"
+        self, block: BlockPass, tensors: FileTensors, findings: Findings, checkpoint: "Checkpoint"
     ) -> None:
-        self.place, self.source, self.book, self.checkpoint = place, source, book, checkpoint
-        self.config = place.config
+        self.block, self.tensors, self.findings, self.checkpoint = (
+            block,
+            tensors,
+            findings,
+            checkpoint,
+        )
+        self.config = block.config
 
     def check(self) -> None:
         """Hyper-connections, compressors' pooling, and the norm before a head."""
         self.coefficients()
-        if self.place.ratio:
+        if self.block.ratio:
             self.pooling("attn.compressor")
-        if has_indexer(self.place.ratio):
+        if has_indexer(self.block.ratio):
             self.pooling("attn.indexer.compressor")
         self.head()
 
     def coefficients(self) -> None:
         """`pre`, `post` and `comb` of both hyper-connections from the streams that enter them."""
-        entering = Streams.before(self.place)
+        entering = Streams.before(self.block)
         if entering is None:
             return
-        for start in range(0, self.place.step.tokens, TOKENS):
-            stop = min(start + TOKENS, self.place.step.tokens)
+        for start in range(0, self.block.step.tokens, TOKENS):
+            stop = min(start + TOKENS, self.block.step.tokens)
             x = entering.read(start, stop)
             self._mix("hc_attn", x, start, stop, entering.of)
-            middle = middle_streams(self.place, x, start, stop)
+            middle = middle_streams(self.block, x, start, stop)
             if middle is not None:
                 self._mix("hc_ffn", middle, start, stop, entering.of)
 
@@ -73,10 +78,10 @@ class Coefficients:
         return sums * scale, error * scale
 
     def _mix(self, name: str, x: Unsure, start: int, stop: int, of: Sequence[str]) -> None:
-        keys = [self.place.key(f"{name}.{part}") for part in ("pre", "post", "comb")]
-        if not self.source.has(*keys):
+        keys = [self.block.key(f"{name}.{part}") for part in ("pre", "post", "comb")]
+        if not self.tensors.has(*keys):
             return
-        m, path = self.config.hc_mult, f"{self.place.weights}{name}"
+        m, path = self.config.hc_mult, f"{self.block.weights}{name}"
         mixes, error = self._mixes(path, x)
         scale, base = (
             numbers(self.checkpoint.read(f"{path}_{part}")) for part in ("scale", "base")
@@ -93,7 +98,7 @@ class Coefficients:
         errors.append(expected[2] * np.expm1(np.minimum(2 * rounds * worst, 50)))
         for key, value, slack in zip(keys, expected, errors, strict=True):
             self._close(
-                key, self.source.floats(key, start, stop), value, slack, [*of, f"{path}_fn"]
+                key, self.tensors.floats(key, start, stop), value, slack, [*of, f"{path}_fn"]
             )
 
     def _sinkhorn(self, logits: F64) -> F64:
@@ -114,12 +119,12 @@ class Coefficients:
         slack: F64,
         of: Sequence[str],
     ) -> None:
-        self.book.applied(RULE, [key, *of], found.size)
+        self.findings.applied(RULE, [key, *of], found.size)
         ulp = np.spacing(np.abs(found)).astype(np.float64)
         wrong = np.flatnonzero(~(np.abs(found - expected) <= ulp + slack).reshape(-1))
         if wrong.size:
             i = int(wrong[0])
-            self.book.report(
+            self.findings.report(
                 key, RULE, f"{expected.reshape(-1)[i]:.9g} (from {', '.join(of)})",
                 f"{found.reshape(-1)[i]:.9g}; {wrong.size} of {found.size} values differ",
             )  # fmt: skip
@@ -128,14 +133,14 @@ class Coefficients:
         """`norm.out` of the pass, after the last block: the streams mixed by `hc_head` and
         normed.
         """
-        place = self.place
-        if not (place.is_mtp or place.layer == self.config.n_layers - 1):
+        block = self.block
+        if not (block.is_mtp or block.layer == self.config.n_layers - 1):
             return
-        prefix = place.prefix if place.is_mtp else place.pass_prefix
-        path = place.weights if place.is_mtp else ""
+        prefix = block.prefix if block.is_mtp else block.pass_prefix
+        path = block.weights if block.is_mtp else ""
         key = f"{prefix}norm.out"
         streams = self._last_streams()
-        if key not in self.source or streams is None:
+        if key not in self.tensors or streams is None:
             return
         mixes, error = self._mixes(f"{path}hc_head", streams)
         scale, base = (
@@ -153,51 +158,51 @@ class Coefficients:
 
     def _last_streams(self) -> Unsure | None:
         """The streams that leave the block: recorded, or for MTP recomputed."""
-        place = self.place
-        if not place.is_mtp:
-            key = place.key("out")
-            return Unsure(wide(self.source.bits(key))) if key in self.source else None
-        entering = Streams.before(place)
+        block = self.block
+        if not block.is_mtp:
+            key = block.key("out")
+            return Unsure(wide(self.tensors.bits(key))) if key in self.tensors else None
+        entering = Streams.before(block)
         if entering is None:
             return None
-        x = middle_streams(place, entering.read(0, place.step.tokens), 0, place.step.tokens)
-        return None if x is None else leaving_streams(place, x)
+        x = middle_streams(block, entering.read(0, block.step.tokens), 0, block.step.tokens)
+        return None if x is None else leaving_streams(block, x)
 
     def pooling(self, name: str) -> None:
         """A compressor's `norm.out` from the recorded rows of all passes, the ape and the
         norm's weight.
         """
-        place, ratio = self.place, self.place.ratio
-        key, blocks = place.key(f"{name}.norm.out"), complete_blocks(place.step, ratio)
+        block, ratio = self.block, self.block.ratio
+        key, blocks = block.key(f"{name}.norm.out"), complete_blocks(block.step, ratio)
         rows = self._rows(name)
-        if not blocks or key not in self.source or rows is None:
+        if not blocks or key not in self.tensors or rows is None:
             return
-        path = f"{place.weights}{name}."
+        path = f"{block.weights}{name}."
         kv, gate = rows
         ape = numbers(self.checkpoint.read(path + "ape"))
         gate_error = FP32_HALF_ULP * np.abs(gate)
         gate = gate + ape[np.arange(len(gate)) % ratio]
-        pooled, error = pool(kv, gate, gate_error, place.step.start // ratio, blocks, ratio)
+        pooled, error = pool(kv, gate, gate_error, block.step.start // ratio, blocks, ratio)
         weight = numbers(self.checkpoint.read(path + "norm.weight"))
         low, high = rounded(pooled - error), rounded(pooled + error)
-        of = [place.key(f"{name}.wkv.out"), place.key(f"{name}.wgate.out"), path + "ape"]
+        of = [block.key(f"{name}.wkv.out"), block.key(f"{name}.wgate.out"), path + "ape"]
         self._normed(key, low, high, weight, of)
 
     def _rows(self, name: str) -> tuple[F64, F64] | None:
         """All rows of a compressor up to this pass, kv and gate [positions, c * d] each."""
-        every = (*self.place.earlier, self.place)
+        every = (*self.block.earlier, self.block)
         keys = [(p.key(f"{name}.wkv.out"), p.key(f"{name}.wgate.out")) for p in every]
-        if not all(self.source.has(*pair) for pair in keys):
+        if not all(self.tensors.has(*pair) for pair in keys):
             return None
         kv, gate = (
-            np.concatenate([self.source.floats(pair[side]) for pair in keys]).astype(np.float64)
+            np.concatenate([self.tensors.floats(pair[side]) for pair in keys]).astype(np.float64)
             for side in (0, 1)
         )
-        return (kv, gate) if len(kv) == self.place.step.end else None
+        return (kv, gate) if len(kv) == self.block.step.end else None
 
     def _normed(self, key: str, low: Bits, high: Bits, weight: F64, of: Sequence[str]) -> None:
         """An RMS norm whose input lies between two BF16 values (mostly equal ones)."""
-        found = self.source.bits(key).reshape(low.shape)
+        found = self.tensors.bits(key).reshape(low.shape)
         a, b = wide(low), wide(high)
         eps = self.config.norm_eps
         least, most = np.minimum(np.abs(a), np.abs(b)), np.maximum(np.abs(a), np.abs(b))
@@ -206,23 +211,23 @@ class Coefficients:
         products = [weight * x * s[:, None] for x in (a, b) for s in (scale_low, scale_high)]
         lowest, highest = order(rounded(np.min(products, 0))), order(rounded(np.max(products, 0)))
         seen = order(found)
-        self.book.applied(RULE, [key, *of], found.size)
+        self.findings.applied(RULE, [key, *of], found.size)
         wrong = np.flatnonzero(((seen < lowest) | (seen > highest)).reshape(-1))
         if wrong.size:
             i = int(wrong[0])
             expected = widen(rounded(np.min(products, 0))).reshape(-1)[i]
-            place = self.book.place(key, i, found.shape)
-            self.book.report(
+            place = self.findings.place(key, i, found.shape)
+            self.findings.report(
                 key, RULE, f"{expected:.9g} at {place} (from {', '.join(of)})",
                 f"{widen(found).reshape(-1)[i]:.9g}; {wrong.size} of {found.size} values differ",
             )  # fmt: skip
 
 
-def leaving_streams(place: BlockPass, x: Unsure) -> Unsure | None:
+def leaving_streams(block: BlockPass, x: Unsure) -> Unsure | None:
     """The streams after the experts, from those after attention."""
-    if not place.has("hc_ffn.post", "hc_ffn.comb", "ffn.out"):
+    if not block.has("hc_ffn.post", "hc_ffn.comb", "ffn.out"):
         return None
-    return settled(*post_terms(place, "hc_ffn", "ffn.out", x, 0, place.step.tokens))
+    return settled(*post_terms(block, "hc_ffn", "ffn.out", x, 0, block.step.tokens))
 
 
 def pool(

@@ -1,7 +1,6 @@
-"""What happens to a file's pieces as they go by: some are held, all are summed, and blocks are
-judged beside it.
+"""Consumers of a single-pass file scan: tensor cache, checksums, background checks of blocks.
 
-Left out: what judging a block means (`recording.check_place`).
+Left out: what judging a block means (`recording.check_block`).
 """
 
 from collections.abc import Callable
@@ -25,16 +24,16 @@ BLOCKS_WAITING = 3
 
 
 class TensorCollector:
-    """Puts whole tensors that go by into the source's cache."""
+    """Puts whole tensors that go by into the cache of `FileTensors`."""
 
-    def __init__(self, source: FileTensors, wanted: Callable[[str], bool]) -> None:
-        self.source, self.wanted = source, wanted
+    def __init__(self, tensors: FileTensors, wanted: Callable[[str], bool]) -> None:
+        self.tensors, self.wanted = tensors, wanted
         self._whole: Array = np.empty(0)
 
     def take(self, piece: Piece) -> None:
         """Keep some values of an FP32 tensor, if it is wanted."""
         entry = piece.entry
-        kind = self.source.kinds.get(entry.key)
+        kind = self.tensors.kinds.get(entry.key)
         if kind is None or entry.nbytes > 2 * LARGEST_CACHED or not self.wanted(entry.key):
             return
         if piece.offset == 0:
@@ -46,7 +45,7 @@ class TensorCollector:
         else:
             self._whole[place] = piece.data.view(np.float32)
         if piece.last:
-            self.source.put(entry.key, self._whole)
+            self.tensors.put(entry.key, self._whole)
 
 
 class Checksums:
@@ -62,7 +61,7 @@ class Checksums:
             words = piece.data.view(np.uint32)
             self._sums[key] = (self._sums.get(key, 0) + checksum(words)) % (1 << 32)
 
-    def close(self, header: Header, book: Findings) -> None:
+    def close(self, header: Header, findings: Findings) -> None:
         """Compare; silent where the keys are not those of the manifest, which other rules
         report.
         """
@@ -70,45 +69,45 @@ class Checksums:
         keys = sorted(header.entries)
         if len(known) != len(keys):
             return
-        book.applied("tensor checksum", keys)
+        findings.applied("tensor checksum", keys)
         for key, expected in zip(keys, known, strict=True):
             if self._sums.get(key, 0) != expected:
                 found = f"{self._sums.get(key, 0):08x}"
-                book.report(key, "tensor checksum", f"{expected:08x} as in the manifest", found)
+                findings.report(key, "tensor checksum", f"{expected:08x} as in the manifest", found)
 
 
 class BackgroundJudge:
     """Runs every block's identities in a thread once all of its keys have gone by."""
 
     def __init__(
-        self, places: list[BlockPass], source: FileTensors, judge: Callable[[BlockPass], None]
+        self, blocks: list[BlockPass], tensors: FileTensors, judge: Callable[[BlockPass], None]
     ) -> None:
-        self.source, self._judge = source, judge
-        self._places = {place.prefix: place for place in places}
-        self._left = dict.fromkeys(self._places, 0)
-        for key in source.kinds:
+        self.tensors, self._judge = tensors, judge
+        self._blocks = {block.prefix: block for block in blocks}
+        self._left = dict.fromkeys(self._blocks, 0)
+        for key in tensors.kinds:
             if (prefix := self._prefix(key)) is not None:
                 self._left[prefix] += 1
         self._waiting: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(WORKERS)
 
     def _prefix(self, key: str) -> str | None:
-        """The place that a key belongs to: what stands before the first module's name."""
+        """The block pass that a key belongs to: what stands before the first module's name."""
         parts = key.split(".")
         for count in (2, 3, 4):
             prefix = ".".join(parts[:count]) + "."
-            if prefix in self._places:
+            if prefix in self._blocks:
                 return prefix
         return None
 
     def wanted(self, key: str) -> bool:
         """Whether an identity will read the key as a whole."""
-        return bool(self._places) and not key.endswith(NOT_HELD)
+        return bool(self._blocks) and not key.endswith(NOT_HELD)
 
     def passed(self, key: str) -> None:
         """Note that a key has gone by."""
         prefix = self._prefix(key)
-        if prefix is None or key not in self.source.kinds:
+        if prefix is None or key not in self.tensors.kinds:
             return
         self._left[prefix] -= 1
         if self._left[prefix] == 0:
@@ -117,11 +116,11 @@ class BackgroundJudge:
     def _start(self, prefix: str) -> None:
         while len(self._waiting) >= BLOCKS_WAITING:
             self._waiting.pop(0).result()
-        self._waiting.append(self._pool.submit(self._run, self._places[prefix]))
+        self._waiting.append(self._pool.submit(self._run, self._blocks[prefix]))
 
-    def _run(self, place: BlockPass) -> None:
-        self._judge(place)
-        self.source.forget(place.prefix, keep=place.key("out"))
+    def _run(self, block: BlockPass) -> None:
+        self._judge(block)
+        self.tensors.forget(block.prefix, keep=block.key("out"))
 
     def __enter__(self) -> "BackgroundJudge":
         return self

@@ -1,8 +1,9 @@
-"""The one identity of the embedding: equal ids have equal rows, in the prompt, in decode steps
-and in MTP.
+"""Identity of the embedding: equal token ids have equal rows of `embed.out` in all passes.
+
+Also the one loop over the recorded embeddings, which `weights` shares.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -15,21 +16,30 @@ from v4tool.check.specification import Expectation
 RULE = "same id, same embedding"
 
 
-def check_embeddings(
-    expected: Expectation, places: Sequence[BlockPass], source: FileTensors, book: Findings
-) -> None:
-    """Every row of every `embed.out` against the first row of its id."""
-    first: dict[int, tuple[str, int, Bits]] = {}
-    for prefix in dict.fromkeys(place.pass_prefix for place in places):
+def recorded_embeddings(
+    expected: Expectation, blocks: Sequence[BlockPass], tensors: FileTensors
+) -> Iterator[tuple[str, Bits, list[int]]]:
+    """Every recorded `embed.out`: its key, its rows (bits [T, dim]) and the token id of each row.
+
+    The list of ids is empty where the ids of the pass are not known.
+    """
+    for prefix in dict.fromkeys(block.pass_prefix for block in blocks):
         key = f"{prefix}embed.out"
-        if key not in source:
-            continue
-        rows = source.bits(key)
-        tokens = expected.ids_of(prefix, source, len(rows))
-        book.applied(RULE, [key], len(tokens) * rows.shape[1])
+        if key in tensors:
+            rows = tensors.bits(key)
+            yield key, rows, expected.ids_of(prefix, tensors, len(rows))
+
+
+def check_embeddings(
+    expected: Expectation, blocks: Sequence[BlockPass], tensors: FileTensors, findings: Findings
+) -> None:
+    """Compare every row of every `embed.out` with the first row of the same token id."""
+    first: dict[int, tuple[str, int, Bits]] = {}
+    for key, rows, tokens in recorded_embeddings(expected, blocks, tensors):
+        findings.applied(RULE, [key], len(tokens) * rows.shape[1])
         for row, token in enumerate(tokens):
             other, other_row, known = first.setdefault(token, (key, row, rows[row]))
             if not np.array_equal(rows[row], known):
                 differ = int((rows[row] != known).sum())
                 wanted = f"row {row} like row {other_row} of {other}, id {token}"
-                book.report(key, RULE, wanted, f"{differ} of {known.size} values differ")
+                findings.report(key, RULE, wanted, f"{differ} of {known.size} values differ")

@@ -1,5 +1,4 @@
-"""What `check` ties to what: every identity with the keys it covers, and the keys that only
-weights can tie.
+"""Coverage of the identities: the keys each one ties, and the keys that only weights can tie.
 
 Counted on the keys that configuration, length and decode steps demand; no file is needed.
 Routed experts count once per layer and pass, as `experts.<E>`.

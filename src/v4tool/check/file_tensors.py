@@ -1,5 +1,4 @@
-"""The tensors of a file under judgement: from a cache that the one pass over the file fills,
-else read by rows.
+"""Random access to the tensors of one recording: a bounded cache, else reads by rows.
 
 BF16-valued keys are held as 16 bits a value. The cache has a budget; what does not fit is read
 again from the file, some rows at a time, so that memory does not grow with the recording. Left

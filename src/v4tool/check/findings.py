@@ -1,4 +1,4 @@
-"""The book of one check: findings, and a tally of what every rule was applied to.
+"""Thread-safe collection of findings, with a count of keys and values per rule.
 
 A rule that was never applied shows in its tally, so that a check that checks nothing cannot
 pass for one. Findings are one a key and rule, with the first place that is wrong and how many
@@ -97,8 +97,8 @@ def _from(of: Sequence[str]) -> str:
 class Comparison:
     """BF16 values of one key compared in pieces; reports once, when it is left."""
 
-    def __init__(self, book: Findings, rule: str, key: str, of: Sequence[str]) -> None:
-        self.book, self.rule, self.key, self.of = book, rule, key, of
+    def __init__(self, findings: Findings, rule: str, key: str, of: Sequence[str]) -> None:
+        self.findings, self.rule, self.key, self.of = findings, rule, key, of
         self.count = self.wrong = 0
         self.first: tuple[int, np.uint16, np.uint16] | None = None
 
@@ -122,11 +122,11 @@ class Comparison:
     ) -> None:
         if kind is not None:
             return
-        self.book.applied(self.rule, [self.key, *self.of], self.count)
+        self.findings.applied(self.rule, [self.key, *self.of], self.count)
         if self.first is not None:
             index, found, expected = self.first
-            place = self.book.place(self.key, index, (self.count,))
-            self.book.report(
+            place = self.findings.place(self.key, index, (self.count,))
+            self.findings.report(
                 self.key,
                 self.rule,
                 f"{number(value_of(expected))} at {place}{_from(self.of)}",

@@ -1,5 +1,4 @@
-"""The model's weightless steps in numpy, written from SPEC sections 3 to 5 and not from the
-port.
+"""Numpy reference of the model's operators without weights (SPEC 3 to 5), not from the port.
 
 BF16 values come and go as bits. s tokens, H heads, C head_dim, R rotated dims, n rows of keys
 and values, m entries of the index table. Left out: everything that takes a weight.
@@ -12,7 +11,8 @@ from functools import lru_cache
 import numpy as np
 
 from v4tool.check.bits import F32, F64, Bits, Ints, rounded, rounded_f32, wide, widen
-from v4tool.config import FP4_GROUP, KV_BLOCK, ModelConfig
+from v4tool.config import ModelConfig
+from v4tool.config_fields import FP4_GROUP, KV_BLOCK
 from v4tool.names import Step, compressed_columns, table_offset
 
 TABLE_BLOCK = 64

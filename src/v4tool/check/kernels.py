@@ -18,7 +18,7 @@ from torch import Tensor
 from v4tool.check.bits import F64, Bits, Ints, order, rounded, same, wide
 from v4tool.check.formulas import attention_sums, fp4_steps, fp8_steps, hadamard
 from v4tool.check.value_rules import column_residual, row_residual
-from v4tool.check.weights import bits_of
+from v4tool.check.weight_values import bits_of
 from v4tool.config import Numerics
 from v4tool.model.attention import sparse_attn
 from v4tool.model.hyper import sinkhorn

@@ -17,12 +17,10 @@ from v4tool.check.block_pass import BlockPass
 from v4tool.check.coefficients import Coefficients
 from v4tool.check.file_tensors import FileTensors
 from v4tool.check.findings import Findings
-from v4tool.check.weights import acc_equal, bits_of, numbers
+from v4tool.check.weight_values import acc_equal, bits_of, numbers, tensor
 from v4tool.names import has_indexer
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from v4tool.checkpoint.shards import Checkpoint
     from v4tool.quant.linear import QuantizedWeight
 
@@ -32,28 +30,33 @@ MOST_UNSURE = 6
 
 
 def check_products(
-    places: Sequence[BlockPass], source: FileTensors, book: Findings, checkpoint: "Checkpoint"
+    blocks: Sequence[BlockPass], tensors: FileTensors, findings: Findings, checkpoint: "Checkpoint"
 ) -> None:
     """All products of all passes, layer by layer, so that a weight is read once for all passes."""
     layers: dict[int, list[BlockPass]] = {}
-    for place in places:
-        layers.setdefault(place.layer, []).append(place)
+    for block in blocks:
+        layers.setdefault(block.layer, []).append(block)
     for same_layer in layers.values():
-        for place in same_layer:
-            Products(place, source, book, checkpoint).check()
-            Coefficients(place, source, book, checkpoint).check()
+        for block in same_layer:
+            Products(block, tensors, findings, checkpoint).check()
+            Coefficients(block, tensors, findings, checkpoint).check()
 
 
 class Products:
     """The products of one block in one pass."""
 
     def __init__(
-        self, place: BlockPass, source: FileTensors, book: Findings, checkpoint: "Checkpoint"
+        self, block: BlockPass, tensors: FileTensors, findings: Findings, checkpoint: "Checkpoint"
     ) -> None:
         from v4tool.config import Numerics
 
-        self.place, self.source, self.book, self.checkpoint = place, source, book, checkpoint
-        self.config = place.config
+        self.block, self.tensors, self.findings, self.checkpoint = (
+            block,
+            tensors,
+            findings,
+            checkpoint,
+        )
+        self.config = block.config
         self.numerics = Numerics()
 
     def check(self) -> None:
@@ -66,7 +69,7 @@ class Products:
         self.compressors()
         self.gate()
         self.experts()
-        if self.place.is_mtp:
+        if self.block.is_mtp:
             self.linear("e_proj", "enorm.out")
             self.linear("h_proj", "hnorm.out")
 
@@ -76,7 +79,7 @@ class Products:
         """A quantised weight of this block."""
         from v4tool.quant.linear import QuantizedWeight
 
-        path = self.place.weights + name
+        path = self.block.weights + name
         codes = self.checkpoint.read(f"{path}.weight")
         scale = self.checkpoint.read(f"{path}.scale")
         return QuantizedWeight(codes, scale, "fp8" if codes.shape[1] == width else "fp4")
@@ -89,32 +92,32 @@ class Products:
 
     def linear(self, name: str, x: str) -> None:
         """`name.out` is the quantised product of x with the weight."""
-        key, of = self.place.key(f"{name}.out"), self.place.key(x)
-        if self.source.has(key, of):
-            rows = self.source.bits(of)
+        key, of = self.block.key(f"{name}.out"), self.block.key(x)
+        if self.tensors.has(key, of):
+            rows = self.tensors.bits(of)
             rows = rows.reshape(-1, rows.shape[-1])
-            found = self.source.bits(key).reshape(len(rows), -1)
+            found = self.tensors.bits(key).reshape(len(rows), -1)
             expected = self.product(name, rows)
-            self.book.compare(
-                RULE, key, found, expected, [of, f"{self.place.weights}{name}.weight"]
+            self.findings.compare(
+                RULE, key, found, expected, [of, f"{self.block.weights}{name}.weight"]
             )
 
     def grouped(self) -> None:
         """`wo_b.in` is the grouped product of the heads' results, turned back, with wo_a."""
         from v4tool.quant.linear import grouped_linear
 
-        out, back = self.place.key("attn.sparse_attn.out"), self.place.key("attn.rope.o_inv.out")
-        key = self.place.key("attn.wo_b.in")
-        if not self.source.has(out, back, key):
+        out, back = self.block.key("attn.sparse_attn.out"), self.block.key("attn.rope.o_inv.out")
+        key = self.block.key("attn.wo_b.in")
+        if not self.tensors.has(out, back, key):
             return
-        o = self.source.bits(out).copy()
-        o[..., -self.config.rope_head_dim :] = self.source.bits(back)
+        o = self.tensors.bits(out).copy()
+        o[..., -self.config.rope_head_dim :] = self.tensors.bits(back)
         o = o.reshape(len(o), self.config.o_groups, -1)
         weight = self.weight("attn.wo_a", o.shape[-1])
         expected = bits_of(grouped_linear(tensor(o), weight, self.numerics))
-        found = self.source.bits(key)
-        of = [out, back, f"{self.place.weights}attn.wo_a.weight"]
-        self.book.compare(RULE, key, found, expected.reshape(found.shape), of)
+        found = self.tensors.bits(key)
+        of = [out, back, f"{self.block.weights}attn.wo_a.weight"]
+        self.findings.compare(RULE, key, found, expected.reshape(found.shape), of)
 
     # ---- products that stay in acc ------------------------------------------------------------
 
@@ -122,16 +125,16 @@ class Products:
         """x [n, K] times an unquantised weight of this block: F64 [n, N]."""
         from v4tool.quant.linear import linear_hi
 
-        weight = self.checkpoint.read(self.place.weights + name)
+        weight = self.checkpoint.read(self.block.weights + name)
         return np.asarray(linear_hi(tensor(x), weight, self.numerics).numpy())
 
     def compressors(self) -> None:
         """The compressors' projections and pooling, the indexer's queries and weights."""
-        if not self.place.ratio or not self.place.has("attn_norm.out"):
+        if not self.block.ratio or not self.block.has("attn_norm.out"):
             return
-        x = self.source.bits(self.place.key("attn_norm.out"))
+        x = self.tensors.bits(self.block.key("attn_norm.out"))
         names = ["attn.compressor"]
-        if has_indexer(self.place.ratio):
+        if has_indexer(self.block.ratio):
             names.append("attn.indexer.compressor")
             self.linear("attn.indexer.wq_b", "attn.q_norm.out")
             self._weights_proj(x)
@@ -140,76 +143,76 @@ class Products:
                 self._acc(f"{name}.{part}", x)
 
     def _weights_proj(self, x: Bits) -> None:
-        key = self.place.key("attn.indexer.weights_proj.out")
-        if key in self.source:
+        key = self.block.key("attn.indexer.weights_proj.out")
+        if key in self.tensors:
             expected = rounded(self.plain("attn.indexer.weights_proj.weight", x))
-            of = [self.place.key("attn_norm.out"), f"{self.place.weights}attn.indexer.weights_proj"]
-            self.book.compare(RULE, key, self.source.bits(key), expected, of)
+            of = [self.block.key("attn_norm.out"), f"{self.block.weights}attn.indexer.weights_proj"]
+            self.findings.compare(RULE, key, self.tensors.bits(key), expected, of)
 
     def _acc(self, name: str, x: Bits) -> None:
-        key = self.place.key(f"{name}.out")
-        if key in self.source:
+        key = self.block.key(f"{name}.out")
+        if key in self.tensors:
             expected = self.plain(f"{name}.weight", x)
-            of = [self.place.key("attn_norm.out"), f"{self.place.weights}{name}.weight"]
-            found = self.source.floats(key)
-            acc_equal(self.book, RULE, key, found, expected, np.abs(expected), of)
+            of = [self.block.key("attn_norm.out"), f"{self.block.weights}{name}.weight"]
+            found = self.tensors.floats(key)
+            acc_equal(self.findings, RULE, key, found, expected, np.abs(expected), of)
 
     # ---- gate and experts ---------------------------------------------------------------------
 
     def gate(self) -> None:
         """Gate weights and, outside hash layers, the experts chosen."""
-        place = self.place
-        key, choice = place.key("ffn.gate.out.0"), place.key("ffn.gate.out.1")
-        x = place.key("ffn_norm.out")
-        if not self.source.has(key, choice, x):
+        block = self.block
+        key, choice = block.key("ffn.gate.out.0"), block.key("ffn.gate.out.1")
+        x = block.key("ffn_norm.out")
+        if not self.tensors.has(key, choice, x):
             return
-        logits = self.plain("ffn.gate.weight", self.source.bits(x))
+        logits = self.plain("ffn.gate.weight", self.tensors.bits(x))
         scores = np.sqrt(np.where(logits > 20, logits, np.log1p(np.exp(np.minimum(logits, 20)))))
-        routes = self.source.ints(choice)
-        of = [x, f"{place.weights}ffn.gate.weight"]
-        if not self.config.is_hash(place.layer):
-            biased = scores + numbers(self.checkpoint.read(f"{place.weights}ffn.gate.bias"))
+        routes = self.tensors.ints(choice)
+        of = [x, f"{block.weights}ffn.gate.weight"]
+        if not self.config.is_hash(block.layer):
+            biased = scores + numbers(self.checkpoint.read(f"{block.weights}ffn.gate.bias"))
             ranked = np.argsort(-biased, axis=1, kind="stable")[:, : routes.shape[1]]
-            self.book.equal(RULE, choice, routes, ranked, of)
+            self.findings.equal(RULE, choice, routes, ranked, of)
         if routes.min() >= 0 and routes.max() < scores.shape[1]:
             chosen = np.take_along_axis(scores, routes, 1)
             expected = chosen / chosen.sum(1, keepdims=True) * self.config.route_scale
-            found = self.source.floats(key)
-            acc_equal(self.book, RULE, key, found, expected, np.abs(expected), of)
+            found = self.tensors.floats(key)
+            acc_equal(self.findings, RULE, key, found, expected, np.abs(expected), of)
 
     def experts(self) -> None:
         """w1, w3 and w2 of the shared expert and of every routed one."""
-        place = self.place
-        x, routing = place.key("ffn_norm.out"), place.key("ffn.gate.out.1")
-        if x not in self.source:
+        block = self.block
+        x, routing = block.key("ffn_norm.out"), block.key("ffn.gate.out.1")
+        if x not in self.tensors:
             return
-        rows = self.source.bits(x)
+        rows = self.tensors.bits(x)
         self._expert("ffn.shared_experts", rows, None)
-        if not self.source.has(routing, place.key("ffn.gate.out.0")):
+        if not self.tensors.has(routing, block.key("ffn.gate.out.0")):
             return
-        routes = self.source.ints(routing)
-        weights = self.source.floats(place.key("ffn.gate.out.0")).astype(np.float64)
-        for expert in self.source.experts.get(place.key("ffn."), []):
+        routes = self.tensors.ints(routing)
+        weights = self.tensors.floats(block.key("ffn.gate.out.0")).astype(np.float64)
+        for expert in self.tensors.experts.get(block.key("ffn."), []):
             tokens, slots = np.nonzero(routes == expert)
             name = f"ffn.experts.{expert}"
-            if place.has(f"{name}.out") and self.source.count(place.key(f"{name}.out")) == len(
+            if block.has(f"{name}.out") and self.tensors.count(block.key(f"{name}.out")) == len(
                 tokens
             ):
                 self._expert(name, rows[tokens], weights[tokens, slots])
 
     def _expert(self, name: str, x: Bits, weight: F64 | None) -> None:
-        place, of = self.place, self.place.key("ffn_norm.out")
+        block, of = self.block, self.block.key("ffn_norm.out")
         for part in ("w1", "w3"):
-            key = place.key(f"{name}.{part}.out")
-            if key in self.source:
+            key = block.key(f"{name}.{part}.out")
+            if key in self.tensors:
                 expected = self.product(f"{name}.{part}", x)
-                self.book.compare(RULE, key, self.source.bits(key), expected, [of])
-        w1, w3, w2 = (place.key(f"{name}.{part}.out") for part in ("w1", "w3", "w2"))
-        if not self.source.has(w1, w3, w2):
+                self.findings.compare(RULE, key, self.tensors.bits(key), expected, [of])
+        w1, w3, w2 = (block.key(f"{name}.{part}.out") for part in ("w1", "w3", "w2"))
+        if not self.tensors.has(w1, w3, w2):
             return
         limit = self.config.swiglu_limit
-        a = np.minimum(wide(self.source.bits(w1)), limit)
-        u = np.clip(wide(self.source.bits(w3)), -limit, limit)
+        a = np.minimum(wide(self.tensors.bits(w1)), limit)
+        u = np.clip(wide(self.tensors.bits(w3)), -limit, limit)
         h = a / (1 + np.exp(-a)) * u
         error = np.abs(h) * 1e-15
         if weight is not None:
@@ -221,7 +224,7 @@ class Products:
         self, name: str, key: str, low: Bits, high: Bits, of: Sequence[str]
     ) -> None:
         """A quantised product whose input lies between two BF16 values, mostly equal ones."""
-        found, expected = self.source.bits(key), self.product(name, low)
+        found, expected = self.tensors.bits(key), self.product(name, low)
         differ = ~same(found, expected).all(1)
         for row in np.flatnonzero(differ & (low != high).any(1)):
             unsure = np.flatnonzero(low[row] != high[row])
@@ -236,11 +239,4 @@ class Products:
             fitting = same(results, found[row]).all(1)
             if fitting.any():
                 expected[row] = found[row]
-        self.book.compare(RULE, key, found, expected, of)
-
-
-def tensor(bits: Bits) -> "Tensor":
-    """Bits as a BF16 tensor."""
-    import torch
-
-    return torch.from_numpy(np.ascontiguousarray(bits).view(np.int16)).view(torch.bfloat16)
+        self.findings.compare(RULE, key, found, expected, of)

@@ -1,4 +1,4 @@
-"""A file against its specification and itself, in one pass over its bytes.
+"""Check of one recording: specification, hashes, values and identities in one pass over it.
 
 `check_recording` reads the file once from front to back: hashes, values and the tensors that
 identities need come from that one read. As soon as a block's keys have gone by, its identities
@@ -128,7 +128,7 @@ def check_recording(
     check = _Check(Path(path), config, partial=partial, ids=ids, manifest=manifest)
     try:
         check.specification(ids, decode_ids, case)
-        check.sweep(identities=identities, progress=progress or (lambda _: None))
+        check.scan(identities=identities, progress=progress or (lambda _: None))
         if checkpoint is not None:
             check.weights(checkpoint, deep=deep)
     finally:
@@ -150,24 +150,24 @@ class _Check:
     ) -> None:
         self.config, self.manifest = config, manifest
         self.header: Header = read_header(path)
-        self.book = Findings({key: entry.shape for key, entry in self.header.entries.items()})
+        self.findings = Findings({key: entry.shape for key, entry in self.header.entries.items()})
         for finding in self.header.findings:
-            self.book.report(finding.key, finding.rule, finding.expected, finding.found)
+            self.findings.report(finding.key, finding.rule, finding.expected, finding.found)
         self.expected: Expectation = expectation(self.header, config, ids=ids, partial=partial)
         self.seconds: dict[str, float] = {}
         self.payload_sha256 = ""
         self.bytes_read = 0
         for rule in RULES.values():
             if rule.family == "container" and "sha256" not in rule.id and "sum" not in rule.id:
-                self.book.applied(rule.id, self.header.entries)
-        check_keys(self.header, self.expected, self.book)
-        self.source = FileTensors(self.header, self.expected.usable)
-        self.unknowns = WeightBounds(self.book)
-        self.sameness = DuplicateInputs(self.source, self.book)
-        self.places = self._places()
+                self.findings.applied(rule.id, self.header.entries)
+        check_keys(self.header, self.expected, self.findings)
+        self.tensors = FileTensors(self.header, self.expected.usable)
+        self.weight_bounds = WeightBounds(self.findings)
+        self.duplicates = DuplicateInputs(self.tensors, self.findings)
+        self.blocks = self._blocks()
 
     def close(self) -> None:
-        self.source.close()
+        self.tensors.close()
 
     def specification(
         self, ids: Sequence[int] | None, decode_ids: Sequence[int] | None, case: str
@@ -178,13 +178,13 @@ class _Check:
             ids = self.manifest.input_ids if ids is None else ids
             decode_ids = self.manifest.decode_ids if decode_ids is None else decode_ids
         check_ids(
-            self.header, self.expected, self.source, self.book,
+            self.header, self.expected, self.tensors, self.findings,
             ids=ids, decode_ids=decode_ids, case=case,
         )  # fmt: skip
-        check_expert_keys(self.header, self.expected, self.source, self.book)
+        check_expert_keys(self.header, self.expected, self.tensors, self.findings)
         self.seconds["specification"] = time.monotonic() - started
 
-    def _places(self) -> list[BlockPass]:
+    def _blocks(self) -> list[BlockPass]:
         """Every block of every pass, with the earlier passes over the same block."""
         if not self.expected.length:
             return []
@@ -197,67 +197,79 @@ class _Check:
         if self.expected.mtp:
             for step in (Step("mtp.0.prefill.", length, 0), Step("mtp.0.decode.", 1, length)):
                 rows.append((step, self.config.n_layers, step.prefix))
-        places: list[BlockPass] = []
+        blocks: list[BlockPass] = []
         for step, layer, prefix in rows:
-            earlier = tuple(p for p in places if p.layer == layer)
-            places.append(
-                BlockPass(self.config, step, layer, prefix, self.source, self.book, self.unknowns,
-                      self.sameness, earlier)
-            )  # fmt: skip
-        return places
+            earlier = tuple(p for p in blocks if p.layer == layer)
+            blocks.append(
+                BlockPass(
+                    self.config,
+                    step,
+                    layer,
+                    prefix,
+                    self.tensors,
+                    self.findings,
+                    self.weight_bounds,
+                    self.duplicates,
+                    earlier,
+                )
+            )
+        return blocks
 
-    def sweep(self, *, identities: bool, progress: Progress) -> None:
+    def scan(self, *, identities: bool, progress: Progress) -> None:
         """Read the file once; identities run beside it as their keys have gone by."""
         started = time.monotonic()
         exact = self.header.metadata.get("accumulate", "float64") == "float64"
-        self.book.applied("numerics", self.header.entries)
+        self.findings.applied("numerics", self.header.entries)
         if identities and not exact:
             found = self.header.metadata["accumulate"]
-            self.book.report("__metadata__.accumulate", "numerics", "float64", found, note=True)
-        places = self.places if identities and exact else []
+            self.findings.report("__metadata__.accumulate", "numerics", "float64", found, note=True)
+        blocks = self.blocks if identities and exact else []
         # the threads of a BLAS would spin beside the three that work here
         with (
             threadpool_limits(1, user_api="blas"),
-            BackgroundJudge(places, self.source, check_place) as beside,
+            BackgroundJudge(blocks, self.tensors, check_block) as background,
         ):
-            values, sums = ValueRules(self.book, self.source.kinds), Checksums(self.manifest)
-            holder = TensorCollector(self.source, beside.wanted)
-            sweep = FileScan(self.header)
-            for piece in sweep.pieces():
+            values, checksums = (
+                ValueRules(self.findings, self.tensors.kinds),
+                Checksums(self.manifest),
+            )
+            collector = TensorCollector(self.tensors, background.wanted)
+            scan = FileScan(self.header)
+            for piece in scan.pieces():
                 if piece.entry.dtype == "F32" and len(piece.data) % 4 == 0:
                     values.take(piece)
-                    holder.take(piece)
-                sums.take(piece)
+                    collector.take(piece)
+                checksums.take(piece)
                 if piece.last:
-                    beside.passed(piece.entry.key)
+                    background.passed(piece.entry.key)
                 progress(len(piece.data))
             values.close()
             self.seconds["reading"] = time.monotonic() - started
-        self.bytes_read, self.payload_sha256 = sweep.bytes_read, sweep.payload_sha256
-        self._hashes(sums)
+        self.bytes_read, self.payload_sha256 = scan.bytes_read, scan.payload_sha256
+        self._hashes(checksums)
         if identities and exact:
             with np.errstate(all="ignore"):
-                check_embeddings(self.expected, self.places, self.source, self.book)
-                self.sameness.settle()
-                self.unknowns.settle(discrete=lambda rule: rule != "attention")
+                check_embeddings(self.expected, self.blocks, self.tensors, self.findings)
+                self.duplicates.settle()
+                self.weight_bounds.settle(discrete=lambda rule: rule != "attention")
         self.seconds["file"] = time.monotonic() - started
 
-    def _hashes(self, sums: "Checksums") -> None:
+    def _hashes(self, checksums: "Checksums") -> None:
         stated = {"metadata": self.header.metadata.get("payload_sha256")}
         if self.manifest is not None:
             stated["manifest"] = self.manifest.payload_sha256
         for where, digest in stated.items():
             if digest is not None:
-                self.book.applied("payload sha256", self.header.entries)
+                self.findings.applied("payload sha256", self.header.entries)
                 if digest != self.payload_sha256:
                     expected = f"{digest} as in the {where}"
-                    self.book.report("payload", "payload sha256", expected, self.payload_sha256)
+                    self.findings.report("payload", "payload sha256", expected, self.payload_sha256)
         if self.manifest is not None:
-            self.book.applied("header sha256", self.header.entries)
+            self.findings.applied("header sha256", self.header.entries)
             if self.manifest.header_sha256 != self.header.sha256:
                 expected = f"{self.manifest.header_sha256} as in the manifest"
-                self.book.report("header", "header sha256", expected, self.header.sha256)
-            sums.close(self.header, self.book)
+                self.findings.report("header", "header sha256", expected, self.header.sha256)
+            checksums.close(self.header, self.findings)
 
     def weights(self, checkpoint: "Checkpoint", *, deep: bool) -> None:
         """What the checkpoint ties."""
@@ -265,12 +277,18 @@ class _Check:
 
         started = time.monotonic()
         check_weights(
-            self.places, self.expected, self.source, self.book, self.unknowns, checkpoint, deep=deep
+            self.blocks,
+            self.expected,
+            self.tensors,
+            self.findings,
+            self.weight_bounds,
+            checkpoint,
+            deep=deep,
         )
         self.seconds["weights"] = time.monotonic() - started
 
     def result(self) -> CheckResult:
-        tallies = self.book.tallies
+        tallies = self.findings.tallies
         rows = [
             RuleRow(
                 rule,
@@ -283,7 +301,7 @@ class _Check:
         ]
         ties = [row.tied for row in rows if row.rule.family in ("identity", "weights")]
         order = {key: place for place, key in enumerate(self.header.entries)}
-        findings = sorted(self.book.findings, key=lambda f: (order.get(f.key, -1), f.rule))
+        findings = sorted(self.findings.findings, key=lambda f: (order.get(f.key, -1), f.rule))
         return CheckResult(
             self.header.path, findings, rows, len(self.header.entries),
             len(frozenset().union(*ties)), self.payload_sha256, self.seconds,
@@ -291,14 +309,14 @@ class _Check:
         )  # fmt: skip
 
 
-def check_place(place: BlockPass) -> None:
+def check_block(block: BlockPass) -> None:
     """All rules and identities of one block in one pass."""
     # a damaged file may hold anything; what comes of it is found by its rule, not by a warning
     with np.errstate(all="ignore"):
-        check_values(place)
-        if place.is_mtp:
-            check_mtp_input(place)
-        check_attention(place)
-        check_compressed(place)
-        check_experts(place)
-        check_streams(place)
+        check_values(block)
+        if block.is_mtp:
+            check_mtp_input(block)
+        check_attention(block)
+        check_compressed(block)
+        check_experts(block)
+        check_streams(block)

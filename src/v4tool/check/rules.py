@@ -1,5 +1,4 @@
-"""Every rule that `check` knows, with what it says and which keys it ties; and the book that is
-kept of them.
+"""Table of all rules that `check` applies: id, family, text, covered keys, what each needs.
 
 A rule's id is what a finding names. `needs` says what a rule takes besides the file: nothing;
 unknown weights (it holds for some weight that all tokens share, and says so if there is none);

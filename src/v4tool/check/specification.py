@@ -46,15 +46,15 @@ class Expectation:
     keys: Keys = field(default_factory=dict)
     usable: dict[str, Kind] = field(default_factory=dict)
 
-    def ids_of(self, prefix: str, source: FileTensors, count: int) -> list[int]:
+    def ids_of(self, prefix: str, tensors: FileTensors, count: int) -> list[int]:
         """The ids of a pass of `count` tokens, by its prefix; none where nothing says them.
 
         MTP takes the prompt's, its decode step the last of them.
         """
         is_mtp = prefix.startswith("mtp.")
         own = INPUT_IDS if is_mtp else f"{prefix}{INPUT_IDS}"
-        if own in source:
-            ids = [int(i) for i in source.ints(own).reshape(-1)]
+        if own in tensors:
+            ids = [int(i) for i in tensors.ints(own).reshape(-1)]
         elif is_mtp or not prefix:
             ids = self.ids or []
         else:
@@ -99,28 +99,34 @@ def _decode_steps(header: Header) -> int:
     return 1 + max((int(n) for n in numbers if n.isdecimal()), default=-1)
 
 
-def check_keys(header: Header, expected: Expectation, book: Findings) -> None:
+def check_keys(header: Header, expected: Expectation, findings: Findings) -> None:
     """Names, dtypes and shapes; fills `expected.usable`."""
     for rule in ("key missing", "key unknown", "dtype", "shape"):
-        book.applied(rule, header.entries)
+        findings.applied(rule, header.entries)
     if not expected.keys:
-        book.report(INPUT_IDS, "input ids", "the ids of a prompt", "none in metadata or payload")
+        findings.report(
+            INPUT_IDS, "input ids", "the ids of a prompt", "none in metadata or payload"
+        )
         return
     for key, entry in header.entries.items():
         spec = expected.keys.get(generic(key)) if "<E>" not in key else None
         if spec is None:
-            book.report(key, "key unknown", "a key of this configuration and length", "this key")
+            findings.report(
+                key, "key unknown", "a key of this configuration and length", "this key"
+            )
         elif spec.dtype != entry.dtype:
-            book.report(key, "dtype", spec.dtype, entry.dtype)
+            findings.report(key, "dtype", spec.dtype, entry.dtype)
         elif not _fits(spec.shape, entry.shape):
-            book.report(key, "shape", list(_shown(spec.shape)), list(entry.shape))
+            findings.report(key, "shape", list(_shown(spec.shape)), list(entry.shape))
         elif header.readable(key):
             expected.usable[key] = spec.kind
     if not expected.partial:
         for key in expected.keys.keys() - header.entries.keys():
             if not is_expert(key):
                 spec = expected.keys[key]
-                book.report(key, "key missing", f"{spec.dtype} {list(spec.shape)}", "no such key")
+                findings.report(
+                    key, "key missing", f"{spec.dtype} {list(spec.shape)}", "no such key"
+                )
 
 
 def _fits(wanted: tuple[int | None, ...], found: tuple[int, ...]) -> bool:
@@ -134,21 +140,23 @@ def _shown(shape: tuple[int | None, ...]) -> list[int | str]:
 
 
 def check_experts(
-    header: Header, expected: Expectation, source: FileTensors, book: Findings
+    header: Header, expected: Expectation, tensors: FileTensors, findings: Findings
 ) -> None:
     """Experts in complete groups; where `gate.out.1` is recorded, exactly those, with their
     rows.
     """
     groups = _groups(header)
     for name, outputs in groups.items():
-        book.applied("expert group", [f"{name}.{output}" for output in outputs])
+        findings.applied("expert group", [f"{name}.{output}" for output in outputs])
         for output in set(EXPERT_OUTPUTS) - outputs if not _restricted(header) else ():
-            book.report(
+            findings.report(
                 f"{name}.{output}", "expert group", "all four keys of an expert", "no such key"
             )
     for generic_key in expected.keys:
         if "<E>" in generic_key and generic_key.endswith(".w1.out"):
-            _check_routing(EXPERT.split(generic_key)[0], groups, header, expected, source, book)
+            _check_routing(
+                EXPERT.split(generic_key)[0], groups, header, expected, tensors, findings
+            )
 
 
 def _restricted(header: Header) -> bool:
@@ -169,27 +177,27 @@ def _check_routing(
     groups: dict[str, set[str]],
     header: Header,
     expected: Expectation,
-    source: FileTensors,
-    book: Findings,
+    tensors: FileTensors,
+    findings: Findings,
 ) -> None:
     """One layer in one pass; `place` ends in `ffn.`."""
     gate = f"{place}gate.out.1"
-    if gate not in source:
+    if gate not in tensors:
         return
     present = {int(name.rsplit(".", 1)[1]): name for name in groups if name.startswith(place)}
-    routes = source.ints(gate)
+    routes = tensors.ints(gate)
     experts, counts = np.unique(routes, return_counts=True)
     wanted = dict(zip(experts.tolist(), counts.tolist(), strict=True))
-    book.applied("expert routed", [gate], routes.size)
+    findings.applied("expert routed", [gate], routes.size)
     if present or not expected.partial:
         for expert in sorted(wanted.keys() - present.keys()):
             named = f"recorded, {wanted[expert]} tokens are routed to it in {gate}"
-            book.report(f"{place}experts.{expert}", "expert routed", named, "no such keys")
+            findings.report(f"{place}experts.{expert}", "expert routed", named, "no such keys")
     for expert in sorted(present.keys() - wanted.keys()):
-        book.report(present[expert], "expert routed", f"named in {gate}", "not named there")
+        findings.report(present[expert], "expert routed", f"named in {gate}", "not named there")
     for expert in sorted(present.keys() & wanted.keys()):
         name, rows = present[expert], wanted[expert]
-        _check_rows(name, groups[name], rows, gate, header, source, book)
+        _check_rows(name, groups[name], rows, gate, header, tensors, findings)
 
 
 def _check_rows(
@@ -198,56 +206,58 @@ def _check_rows(
     rows: int,
     gate: str,
     header: Header,
-    source: FileTensors,
-    book: Findings,
+    tensors: FileTensors,
+    findings: Findings,
 ) -> None:
     keys = [f"{name}.{output}" for output in sorted(outputs)]
-    book.applied("expert rows", keys)
+    findings.applied("expert rows", keys)
     for key in keys:
         found = header.entries[key].shape
         if found and found[0] != rows:
-            book.report(key, "expert rows", f"{rows} rows, its tokens in {gate}", f"{found[0]}")
-            source.kinds.pop(key, None)
+            findings.report(key, "expert rows", f"{rows} rows, its tokens in {gate}", f"{found[0]}")
+            tensors.kinds.pop(key, None)
 
 
 def check_ids(
     header: Header,
     expected: Expectation,
-    source: FileTensors,
-    book: Findings,
+    tensors: FileTensors,
+    findings: Findings,
     *,
     ids: Sequence[int] | None,
     decode_ids: Sequence[int] | None,
     case: str,
 ) -> None:
     """The ids in metadata, tensors, case and manifest are the same."""
-    book.applied("input ids", [k for k in header.entries if k.endswith(INPUT_IDS)])
+    findings.applied("input ids", [k for k in header.entries if k.endswith(INPUT_IDS)])
     stated = stated_ids(header, INPUT_IDS)
     if stated is None and "__metadata__" not in {f.key for f in header.findings}:
         found = header.metadata.get(INPUT_IDS, "nothing")
-        book.report(f"__metadata__.{INPUT_IDS}", "input ids", "a JSON list of ids", found)
+        findings.report(f"__metadata__.{INPUT_IDS}", "input ids", "a JSON list of ids", found)
     if ids is not None and stated is not None and list(ids) != stated:
-        book.report(
+        findings.report(
             f"__metadata__.{INPUT_IDS}", "input ids",
             f"those of {case or 'the case'}, {_brief(ids)}", _brief(stated),
         )  # fmt: skip
     if decode_ids is not None and list(decode_ids) != expected.decode_ids:
-        book.report(
+        findings.report(
             "__metadata__.decode_ids", "input ids",
             f"those of {case or 'the case'}, {_brief(decode_ids)}", _brief(expected.decode_ids),
         )  # fmt: skip
     main = stated if stated is not None else list(ids) if ids is not None else None
-    _check_tensor(source, book, INPUT_IDS, main)
+    _check_tensor(tensors, findings, INPUT_IDS, main)
     for number, token in enumerate(expected.decode_ids):
         known = [token] if token >= 0 else None
-        _check_tensor(source, book, f"decode.{number}.{INPUT_IDS}", known)
+        _check_tensor(tensors, findings, f"decode.{number}.{INPUT_IDS}", known)
 
 
-def _check_tensor(source: FileTensors, book: Findings, key: str, ids: list[int] | None) -> None:
-    if key in source and ids is not None:
-        found = source.ints(key).reshape(-1).tolist()
+def _check_tensor(
+    tensors: FileTensors, findings: Findings, key: str, ids: list[int] | None
+) -> None:
+    if key in tensors and ids is not None:
+        found = tensors.ints(key).reshape(-1).tolist()
         if found != ids:
-            book.report(key, "input ids", f"{_brief(ids)} as stated", _brief(found))
+            findings.report(key, "input ids", f"{_brief(ids)} as stated", _brief(found))
 
 
 def _brief(ids: Sequence[int]) -> str:

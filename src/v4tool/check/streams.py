@@ -83,9 +83,9 @@ def spread_of_sums(coefficients: F64, terms: Unsure) -> Few:
         return NONE
     s, k, d = np.unravel_index(terms.spread.where, terms.values.shape)
     streams, width = coefficients.shape[1], terms.values.shape[2]
-    places = (s[:, None] * streams + np.arange(streams)) * width + d[:, None]
+    positions = (s[:, None] * streams + np.arange(streams)) * width + d[:, None]
     amounts = np.abs(coefficients[s, :, k]) * terms.spread.amount[:, None]
-    where, back = np.unique(places, return_inverse=True)
+    where, back = np.unique(positions, return_inverse=True)
     totals = np.bincount(back.reshape(-1), amounts.reshape(-1), len(where))
     return Few(where, totals.astype(np.float64))
 
@@ -136,8 +136,8 @@ def _close(words: F32, coefficients: F64, terms: Unsure, extra: Few) -> Indices:
 class Judged:
     """Recorded values against sums with an error, in pieces; reports once."""
 
-    def __init__(self, place: BlockPass, rule: str, key: str, of: list[str]) -> None:
-        self.place, self.rule, self.key, self.of = place, rule, key, of
+    def __init__(self, block: BlockPass, rule: str, key: str, of: list[str]) -> None:
+        self.block, self.rule, self.key, self.of = block, rule, key, of
         self.count = self.accepted = self.wrong = 0
         self.first: tuple[int, str, str] | None = None
 
@@ -162,13 +162,13 @@ class Judged:
 
     def close(self) -> None:
         """Report what was found."""
-        book = self.place.book
-        book.applied(self.rule, [self.key, *self.of], self.count)
+        findings = self.block.findings
+        findings.applied(self.rule, [self.key, *self.of], self.count)
         if self.first is None:
             return
         index, expected, found = self.first
-        where = book.place(self.key, index, (self.count,))
-        book.report(
+        where = findings.place(self.key, index, (self.count,))
+        findings.report(
             self.key,
             self.rule,
             f"{expected} at {where} (from {', '.join(self.of)})",
@@ -180,57 +180,57 @@ class Judged:
 class Streams:
     """What enters a block: where it comes from, and how to read some tokens of it."""
 
-    place: BlockPass
+    block: BlockPass
     of: list[str]
 
     @classmethod
-    def before(cls, place: BlockPass) -> "Streams | None":
+    def before(cls, block: BlockPass) -> "Streams | None":
         """The streams that enter the block, or None where the file lacks what they are made of."""
-        if place.is_mtp:
-            of = [place.key("e_proj.out"), place.key("h_proj.out")]
-        elif place.layer == 0:
-            of = [place.pass_prefix + "embed.out"]
+        if block.is_mtp:
+            of = [block.key("e_proj.out"), block.key("h_proj.out")]
+        elif block.layer == 0:
+            of = [block.pass_prefix + "embed.out"]
         else:
-            of = [f"{place.pass_prefix}layers.{place.layer - 1}.out"]
-        return cls(place, of) if place.source.has(*of) else None
+            of = [f"{block.pass_prefix}layers.{block.layer - 1}.out"]
+        return cls(block, of) if block.tensors.has(*of) else None
 
     def read(self, start: int, stop: int) -> Unsure:
         """BF16 values of some tokens: [s, M, D], all of them sure."""
-        source, config = self.place.source, self.place.config
+        tensors, config = self.block.tensors, self.block.config
         room = with_room(stop - start, config.hc_mult, config.dim)
-        values = widen(source.bits(self.of[0], start, stop))
-        if self.place.is_mtp:
-            sums = wide(source.bits(self.of[1], start, stop)) + values[:, None]
+        values = widen(tensors.bits(self.of[0], start, stop))
+        if self.block.is_mtp:
+            sums = wide(tensors.bits(self.of[1], start, stop)) + values[:, None]
             room[:, 1:] = widen(rounded(sums))
         else:
-            room[:, 1:] = values[:, None] if self.place.layer == 0 else values
+            room[:, 1:] = values[:, None] if self.block.layer == 0 else values
         return Unsure(room[:, 1:], room=room)
 
 
-def check_streams(place: BlockPass) -> None:
+def check_streams(block: BlockPass) -> None:
     """Norms of the mixed streams, and the streams that leave the block."""
-    entering = Streams.before(place)
-    if entering is None or not place.has("hc_attn.pre"):
+    entering = Streams.before(block)
+    if entering is None or not block.has("hc_attn.pre"):
         return
-    attn = _Norm(place, "attn_norm", "attn_norm.out", [*entering.of, place.key("hc_attn.pre")])
-    middle = [place.key(f"hc_attn.{name}") for name in ("post", "comb")] + [place.key("attn.out")]
-    goes_on = place.source.has(*middle) and place.has("hc_ffn.pre")
-    ffn = _Norm(place, "ffn_norm", "ffn_norm.out", [*entering.of, *middle, place.key("hc_ffn.pre")])
-    last = [place.key(f"hc_ffn.{name}") for name in ("post", "comb")] + [place.key("ffn.out")]
-    leaving = place.key("out")
-    ends = goes_on and not place.is_mtp and place.source.has(leaving, *last)
-    judged = Judged(place, "streams", leaving, [*entering.of, *middle, *last])
-    width = place.config.hc_mult * place.config.dim
-    for start, stop in place.pieces(width):
+    attn = _Norm(block, "attn_norm", "attn_norm.out", [*entering.of, block.key("hc_attn.pre")])
+    middle = [block.key(f"hc_attn.{name}") for name in ("post", "comb")] + [block.key("attn.out")]
+    goes_on = block.tensors.has(*middle) and block.has("hc_ffn.pre")
+    ffn = _Norm(block, "ffn_norm", "ffn_norm.out", [*entering.of, *middle, block.key("hc_ffn.pre")])
+    last = [block.key(f"hc_ffn.{name}") for name in ("post", "comb")] + [block.key("ffn.out")]
+    leaving = block.key("out")
+    ends = goes_on and not block.is_mtp and block.tensors.has(leaving, *last)
+    judged = Judged(block, "streams", leaving, [*entering.of, *middle, *last])
+    width = block.config.hc_mult * block.config.dim
+    for start, stop in block.pieces(width):
         x = entering.read(start, stop)
-        attn.add(start, stop, settled(_pre(place, "hc_attn", start, stop), x))
+        attn.add(start, stop, settled(_pre(block, "hc_attn", start, stop), x))
         if not goes_on:
             continue
-        x = settled(*post_terms(place, "hc_attn", "attn.out", x, start, stop))
-        ffn.add(start, stop, settled(_pre(place, "hc_ffn", start, stop), x))
+        x = settled(*post_terms(block, "hc_attn", "attn.out", x, start, stop))
+        ffn.add(start, stop, settled(_pre(block, "hc_ffn", start, stop), x))
         if ends:
-            found = place.source.bits(leaving, start, stop)
-            post = post_terms(place, "hc_ffn", "ffn.out", x, start, stop)
+            found = block.tensors.bits(leaving, start, stop)
+            post = post_terms(block, "hc_ffn", "ffn.out", x, start, stop)
             judged.add(start * width, found, *post)
     attn.close()
     if goes_on:
@@ -239,35 +239,35 @@ def check_streams(place: BlockPass) -> None:
         judged.close()
 
 
-def middle_streams(place: BlockPass, x: Unsure, start: int, stop: int) -> Unsure | None:
+def middle_streams(block: BlockPass, x: Unsure, start: int, stop: int) -> Unsure | None:
     """The streams after attention from those before it, some tokens; None where keys are
     missing.
     """
-    if not place.has("hc_attn.post", "hc_attn.comb", "attn.out"):
+    if not block.has("hc_attn.post", "hc_attn.comb", "attn.out"):
         return None
-    return settled(*post_terms(place, "hc_attn", "attn.out", x, start, stop))
+    return settled(*post_terms(block, "hc_attn", "attn.out", x, start, stop))
 
 
-def _pre(place: BlockPass, name: str, start: int, stop: int) -> F64:
+def _pre(block: BlockPass, name: str, start: int, stop: int) -> F64:
     """`pre` of some tokens as coefficients [s, 1, M]."""
-    return place.source.floats(place.key(f"{name}.pre"), start, stop).astype(np.float64)[:, None]
+    return block.tensors.floats(block.key(f"{name}.pre"), start, stop).astype(np.float64)[:, None]
 
 
 def post_terms(
-    place: BlockPass, name: str, result: str, x: Unsure, start: int, stop: int
+    block: BlockPass, name: str, result: str, x: Unsure, start: int, stop: int
 ) -> tuple[F64, Unsure]:
     """Coefficients [s, M, 1 + M] and terms [s, 1 + M, D] of hc_post: the sublayer's result,
     then the streams.
     """
-    source = place.source
-    post = source.floats(place.key(f"{name}.post"), start, stop).astype(np.float64)
-    comb = source.floats(place.key(f"{name}.comb"), start, stop).astype(np.float64)
+    tensors = block.tensors
+    post = tensors.floats(block.key(f"{name}.post"), start, stop).astype(np.float64)
+    comb = tensors.floats(block.key(f"{name}.comb"), start, stop).astype(np.float64)
     coefficients = np.concatenate([post[..., None], comb.swapaxes(1, 2)], axis=2)
     room = x.room
     if room is None:
         room = with_room(*x.values.shape)
         room[:, 1:] = x.values
-    room[:, 0] = widen(source.bits(place.key(result), start, stop))
+    room[:, 0] = widen(tensors.bits(block.key(result), start, stop))
     # an unsure stream k of token s is term k + 1 now
     k, width = x.values.shape[1:]
     moved = x.spread.where + (x.spread.where // (k * width) + 1) * width
@@ -277,58 +277,58 @@ def post_terms(
 class _Norm:
     """A norm whose input is the mixed streams and whose weight is unknown."""
 
-    def __init__(self, place: BlockPass, rule: str, out: str, of: list[str]) -> None:
-        self.place, self.rule, self.out = place, rule, out
-        self.votes = Votes(place.key(out), tuple(of), place.config.dim, discrete=True)
+    def __init__(self, block: BlockPass, rule: str, out: str, of: list[str]) -> None:
+        self.block, self.rule, self.out = block, rule, out
+        self.votes = Votes(block.key(out), tuple(of), block.config.dim, discrete=True)
 
     def add(self, start: int, stop: int, y: Unsure) -> None:
         """Take some tokens' mixed streams, [s, 1, D]."""
-        if self.place.has(self.out):
-            out = self.place.source.bits(self.place.key(self.out), start, stop)
+        if self.block.has(self.out):
+            out = self.block.tensors.bits(self.block.key(self.out), start, stop)
             values = y.values[:, 0].astype(np.float32)
             unsure = y.spread.where, y.spread.amount
-            self.votes.add(*norm_bounds(out, values, self.place.config.norm_eps, unsure))
+            self.votes.add(*norm_bounds(out, values, self.block.config.norm_eps, unsure))
 
     def close(self) -> None:
         """Judge the weight."""
         if self.votes.rows:
-            name = f"{self.place.weights}{self.out.removesuffix('.out')}.weight"
-            self.place.unknowns.add(self.rule, name, self.votes)
+            name = f"{self.block.weights}{self.out.removesuffix('.out')}.weight"
+            self.block.weight_bounds.add(self.rule, name, self.votes)
 
 
-def check_mtp_input(place: BlockPass) -> None:
+def check_mtp_input(block: BlockPass) -> None:
     """What enters the MTP block: norms of embedding and streams, projections of equal inputs,
     logits.
     """
-    source = place.source
-    norm(place, "enorm", "embed.out", "enorm.out")
-    _check_hnorm(place)
-    if place.has("enorm.out"):
-        rows = source.bits(place.key("enorm.out"))
-        place.sameness.tie(place.weights, rows, place.prefix, ["e_proj.out"], "enorm.out")
-    if place.has("hnorm.out"):
-        rows = source.bits(place.key("hnorm.out")).reshape(-1, place.config.dim)
-        place.sameness.tie(place.weights, rows, place.prefix, ["h_proj.out"], "hnorm.out")
+    tensors = block.tensors
+    norm(block, "enorm", "embed.out", "enorm.out")
+    _check_hnorm(block)
+    if block.has("enorm.out"):
+        rows = tensors.bits(block.key("enorm.out"))
+        block.duplicates.tie(block.weights, rows, block.prefix, ["e_proj.out"], "enorm.out")
+    if block.has("hnorm.out"):
+        rows = tensors.bits(block.key("hnorm.out")).reshape(-1, block.config.dim)
+        block.duplicates.tie(block.weights, rows, block.prefix, ["h_proj.out"], "hnorm.out")
     for name in ("out", "logits.out"):
-        if place.has(name, "head.out"):
-            of = place.key("head.out")
-            found, expected = source.floats(place.key(name)), source.floats(of)
+        if block.has(name, "head.out"):
+            of = block.key("head.out")
+            found, expected = tensors.floats(block.key(name)), tensors.floats(of)
             words = [values.view(np.uint32) for values in (found, expected)]
-            place.book.equal("logits", place.key(name), words[0], words[1], [of])
+            block.findings.equal("logits", block.key(name), words[0], words[1], [of])
 
 
-def _check_hnorm(place: BlockPass) -> None:
+def _check_hnorm(block: BlockPass) -> None:
     """The prefill norms every position's streams of the last layer, the decode step the last
     position's.
     """
-    streams = f"layers.{place.config.n_layers - 1}.out"
-    if not (place.has("hnorm.out") and streams in place.source):
+    streams = f"layers.{block.config.n_layers - 1}.out"
+    if not (block.has("hnorm.out") and streams in block.tensors):
         return
-    source, dim, tokens = place.source, place.config.dim, place.step.tokens
-    first = source.count(streams) - tokens
-    votes = Votes(place.key("hnorm.out"), (streams,), dim, discrete=True)
-    for start, stop in place.pieces(place.config.hc_mult * dim):
-        x = widen(source.bits(streams, first + start, first + stop)).reshape(-1, dim)
-        out = source.bits(place.key("hnorm.out"), start, stop).reshape(-1, dim)
-        votes.add(*norm_bounds(out, x, place.config.norm_eps))
-    place.unknowns.add("hnorm", f"{place.weights}hnorm.weight", votes)
+    tensors, dim, tokens = block.tensors, block.config.dim, block.step.tokens
+    first = tensors.count(streams) - tokens
+    votes = Votes(block.key("hnorm.out"), (streams,), dim, discrete=True)
+    for start, stop in block.pieces(block.config.hc_mult * dim):
+        x = widen(tensors.bits(streams, first + start, first + stop)).reshape(-1, dim)
+        out = tensors.bits(block.key("hnorm.out"), start, stop).reshape(-1, dim)
+        votes.add(*norm_bounds(out, x, block.config.norm_eps))
+    block.weight_bounds.add("hnorm", f"{block.weights}hnorm.weight", votes)

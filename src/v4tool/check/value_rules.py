@@ -29,8 +29,8 @@ class ValueRules:
     and rule.
     """
 
-    def __init__(self, book: Findings, kinds: dict[str, Kind]) -> None:
-        self.book, self.kinds = book, kinds
+    def __init__(self, findings: Findings, kinds: dict[str, Kind]) -> None:
+        self.findings, self.kinds = findings, kinds
         self._wrong: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
         self._values = {"finite": 0, "bf16": 0}
         self._keys: dict[str, set[str]] = {"finite": set(), "bf16": set()}
@@ -60,15 +60,15 @@ class ValueRules:
         self._wrong.setdefault((key, rule), []).append((first, where.size, number(value)))
 
     def close(self) -> None:
-        """Put everything into the book."""
+        """Report all findings and tallies."""
         for rule, keys in self._keys.items():
-            self.book.applied(rule, keys, self._values[rule])
+            self.findings.applied(rule, keys, self._values[rule])
         expected = {"finite": "finite values", "bf16": "values with 16 low bits of 0"}
         for (key, rule), found in self._wrong.items():
             first, _, value = found[0]
-            place = at(first, self.book.shapes[key])
+            place = at(first, self.findings.shapes[key])
             count = sum(n for _, n, _ in found)
-            self.book.report(key, rule, expected[rule], f"{value} at {place}; {count} values")
+            self.findings.report(key, rule, expected[rule], f"{value} at {place}; {count} values")
 
 
 def as_words(data: Bytes) -> bool:
@@ -76,54 +76,54 @@ def as_words(data: Bytes) -> bool:
     return len(data) % 4 == 0
 
 
-def check_values(place: BlockPass) -> None:
+def check_values(block: BlockPass) -> None:
     """All rules about single keys of one block in one pass."""
-    check_tables(place)
-    check_gate(place)
+    check_tables(block)
+    check_gate(block)
     for name in ("hc_attn", "hc_ffn"):
-        check_coefficients(place, name)
+        check_coefficients(block, name)
 
 
-def check_tables(place: BlockPass) -> None:
+def check_tables(block: BlockPass) -> None:
     """Range, causality, -1 and duplicates of `topk_idxs` and `indexer.out`."""
-    config, step = place.config, place.step
+    config, step = block.config, block.step
     offset = table_offset(config, step)
-    if place.has(TABLE):
-        table = place.source.ints(place.key(TABLE))
+    if block.has(TABLE):
+        table = block.tensors.ints(block.key(TABLE))
         columns = window_columns(config, step)
         newest = np.arange(step.tokens)[:, None] if step.start == 0 else config.window_size - 1
         known = min(config.window_size, step.end)
         lengths = np.minimum(np.arange(step.start + 1, step.end + 1), known)
-        _check_part(place, TABLE, table[:, :columns], 0, newest, lengths)
-        if place.ratio:
-            _check_blocks(place, TABLE, table[:, columns:], offset)
-        _check_duplicates(place, TABLE, table)
-    if has_indexer(place.ratio) and place.has("attn.indexer.out"):
-        chosen = place.source.ints(place.key("attn.indexer.out"))
-        _check_blocks(place, "attn.indexer.out", chosen, offset)
-        _check_duplicates(place, "attn.indexer.out", chosen)
+        _check_part(block, TABLE, table[:, :columns], 0, newest, lengths)
+        if block.ratio:
+            _check_blocks(block, TABLE, table[:, columns:], offset)
+        _check_duplicates(block, TABLE, table)
+    if has_indexer(block.ratio) and block.has("attn.indexer.out"):
+        chosen = block.tensors.ints(block.key("attn.indexer.out"))
+        _check_blocks(block, "attn.indexer.out", chosen, offset)
+        _check_duplicates(block, "attn.indexer.out", chosen)
 
 
-def _check_blocks(place: BlockPass, name: str, part: Ints, offset: int) -> None:
+def _check_blocks(block: BlockPass, name: str, part: Ints, offset: int) -> None:
     """Compressed blocks: those complete for the query, as many as are allowed and fit."""
-    allowed = allowed_blocks(place.step, place.ratio)
+    allowed = allowed_blocks(block.step, block.ratio)
     newest = offset + allowed[:, None] - 1
-    _check_part(place, name, part, offset, newest, np.minimum(allowed, part.shape[1]))
+    _check_part(block, name, part, offset, newest, np.minimum(allowed, part.shape[1]))
 
 
 def _check_part(
-    place: BlockPass, name: str, part: Ints, first: int, newest: Ints | int, lengths: Ints
+    block: BlockPass, name: str, part: Ints, first: int, newest: Ints | int, lengths: Ints
 ) -> None:
     """Entries between first and newest, and as many of them as there must be; the rest -1."""
-    key = place.key(name)
-    place.book.applied("index range", [key], part.size)
+    key = block.key(name)
+    block.findings.applied("index range", [key], part.size)
     real = part >= 0
     outside = (part < -1) | (real & ((part < first) | (part > newest)))
     row_wrong = outside.any(1) | (real.sum(1) != lengths)
     if row_wrong.any():
         row = int(np.flatnonzero(row_wrong)[0])
         top = newest if isinstance(newest, int) else int(newest[row, 0])
-        place.book.report(
+        block.findings.report(
             key,
             "index range",
             f"{lengths[row]} indices in {first} ... {top}, else -1, for token {row}",
@@ -131,14 +131,14 @@ def _check_part(
         )
 
 
-def _check_duplicates(place: BlockPass, name: str, table: Ints) -> None:
-    key = place.key(name)
-    place.book.applied("index duplicate", [key], table.size)
+def _check_duplicates(block: BlockPass, name: str, table: Ints) -> None:
+    key = block.key(name)
+    block.findings.applied("index duplicate", [key], table.size)
     twice = [row for start in range(0, len(table), ROWS_AT_ONCE)
              for row in start + _with_duplicates(table[start : start + ROWS_AT_ONCE])]  # fmt: skip
     if twice:
         found = f"{_shown(table[twice[0]])} for token {twice[0]}; {len(twice)} tokens"
-        place.book.report(key, "index duplicate", "different indices", found)
+        block.findings.report(key, "index duplicate", "different indices", found)
 
 
 def _with_duplicates(table: Ints) -> Ints:
@@ -159,32 +159,32 @@ def _shown(row: Ints) -> str:
     return f"[{text}{', ...' if len(row) > 8 else ''}]"
 
 
-def check_gate(place: BlockPass) -> None:
+def check_gate(block: BlockPass) -> None:
     """Experts in range and different; gate weights positive, summing to route_scale.
 
     The sum is bounded by the rounding of each weight to FP32.
     """
-    config, source = place.config, place.source
-    if place.has("ffn.gate.out.1"):
-        key = place.key("ffn.gate.out.1")
-        experts = np.sort(source.ints(key), axis=1)
-        place.book.applied("expert range", [key], experts.size)
+    config, tensors = block.config, block.tensors
+    if block.has("ffn.gate.out.1"):
+        key = block.key("ffn.gate.out.1")
+        experts = np.sort(tensors.ints(key), axis=1)
+        block.findings.applied("expert range", [key], experts.size)
         wrong = (experts[:, 0] < 0) | (experts[:, -1] >= config.n_routed_experts)
         wrong |= (experts[:, 1:] == experts[:, :-1]).any(1)
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
-            found = f"{_shown(source.ints(key)[row])} for token {row}; {int(wrong.sum())} tokens"
+            found = f"{_shown(tensors.ints(key)[row])} for token {row}; {int(wrong.sum())} tokens"
             expected = f"different experts below {config.n_routed_experts}"
-            place.book.report(key, "expert range", expected, found)
-    if place.has("ffn.gate.out.0"):
-        key = place.key("ffn.gate.out.0")
-        weights = source.floats(key).astype(np.float64)
-        place.book.applied("gate sum", [key], weights.size)
+            block.findings.report(key, "expert range", expected, found)
+    if block.has("ffn.gate.out.0"):
+        key = block.key("ffn.gate.out.0")
+        weights = tensors.floats(key).astype(np.float64)
+        block.findings.applied("gate sum", [key], weights.size)
         off = np.abs(weights.sum(1) - config.route_scale)
         wrong = (off > config.route_scale * FP32_ULP) | (weights < 0).any(1)
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
-            place.book.report(
+            block.findings.report(
                 key,
                 "gate sum",
                 f"weights from 0 up that sum to {config.route_scale}",
@@ -192,15 +192,15 @@ def check_gate(place: BlockPass) -> None:
             )
 
 
-def check_coefficients(place: BlockPass, name: str) -> None:
+def check_coefficients(block: BlockPass, name: str) -> None:
     """Ranges of `pre` and `post`, and how nearly doubly stochastic `comb` is."""
-    source, eps = place.source, place.config.hc_eps
+    tensors, eps = block.tensors, block.config.hc_eps
     for part, low, high in (("pre", 0.0, 1 + eps), ("post", 0.0, 2.0)):
-        key = place.key(f"{name}.{part}")
-        if key not in source:
+        key = block.key(f"{name}.{part}")
+        if key not in tensors:
             continue
-        values = source.floats(key).astype(np.float64)
-        place.book.applied(f"hc {part}", [key], values.size)
+        values = tensors.floats(key).astype(np.float64)
+        block.findings.applied(f"hc {part}", [key], values.size)
         wrong = (values < low) | (values > high * (1 + FP32_ULP))
         if part == "pre":
             wrong |= values == 0
@@ -208,22 +208,22 @@ def check_coefficients(place: BlockPass, name: str) -> None:
             i = int(np.flatnonzero(wrong)[0])
             found = f"{number(values.reshape(-1)[i])}; {int(wrong.sum())} values"
             open_end = "(" if part == "pre" else "["
-            place.book.report(key, f"hc {part}", f"{open_end}{low}, {number(high)}]", found)
-    key = place.key(f"{name}.comb")
-    if key in source:
-        _check_comb(place, key, source.floats(key).astype(np.float64))
+            block.findings.report(key, f"hc {part}", f"{open_end}{low}, {number(high)}]", found)
+    key = block.key(f"{name}.comb")
+    if key in tensors:
+        _check_comb(block, key, tensors.floats(key).astype(np.float64))
 
 
-def _check_comb(place: BlockPass, key: str, comb: F64) -> None:
+def _check_comb(block: BlockPass, key: str, comb: F64) -> None:
     columns = np.abs(comb.sum(1) - 1).max(-1)
     rows = np.abs(comb.sum(2) - 1).max(-1)
-    of_rows = row_residual(comb, place.config.hc_sinkhorn_iters, place.config.hc_eps)
-    of_columns = column_residual(comb, place.config.hc_eps)
-    place.book.applied("hc comb", [key], comb.size)
+    of_rows = row_residual(comb, block.config.hc_sinkhorn_iters, block.config.hc_eps)
+    of_columns = column_residual(comb, block.config.hc_eps)
+    block.findings.applied("hc comb", [key], comb.size)
     wrong = (columns > of_columns) | (rows > of_rows) | (comb < 0).any((1, 2))
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
-        place.book.report(
+        block.findings.report(
             key,
             "hc comb",
             f"columns that sum to 1 within {of_columns[row]:.1e}, rows within {of_rows[row]:.1e}",

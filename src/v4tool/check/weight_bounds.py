@@ -1,4 +1,4 @@
-"""What all tokens together say of a weight that nobody knows.
+"""Interval bounds of unknown norm weights and attention sinks, from recorded outputs.
 
 A norm's weight is one BF16 number per dimension, an attention sink one number per head. Every
 token's recorded output bounds it: it lies in the interval whose values round to that output. If
@@ -129,15 +129,15 @@ class WeightBounds:
     Blocks may be judged in several threads and in any order: what is found does not depend on it.
     """
 
-    def __init__(self, book: Findings) -> None:
-        self.book = book
+    def __init__(self, findings: Findings) -> None:
+        self.findings = findings
         self._passes: dict[tuple[str, str], list[Pass]] = {}
         self._lock = threading.Lock()
 
     def add(self, rule: str, weight: str, votes: "Votes") -> None:
         """Judge one pass's rows and keep what they say of the weight."""
         key, of = votes.key, votes.of
-        self.book.applied(rule, [key, *of], votes.values)
+        self.findings.applied(rule, [key, *of], votes.values)
         low, high = votes.low, votes.high
         wrong = np.flatnonzero(~votes.possible(low, high))
         if wrong.size:
@@ -153,7 +153,7 @@ class WeightBounds:
         weight, rows = votes.outvoted(column)
         expected = f"one weight for all {votes.rows} tokens, {number(weight)} in column {column}"
         where = f"token {rows[0]}" if len(rows) == 1 else f"tokens {', '.join(map(str, rows[:4]))}"
-        self.book.report(
+        self.findings.report(
             votes.key,
             rule,
             f"{expected} (from {', '.join(votes.of)})",
@@ -179,12 +179,12 @@ class WeightBounds:
                 self._compare(f"{rule} from weights", weight, values, one)
 
     def _compare(self, rule: str, weight: str, values: F64, one: Pass) -> None:
-        self.book.applied(rule, [one.key, *one.of], len(values))
+        self.findings.applied(rule, [one.key, *one.of], len(values))
         outside = np.flatnonzero((values < one.low) | (values > one.high))
         if outside.size:
             column = int(outside[0])
             low, high = number(one.low[column]), number(one.high[column])
-            self.book.report(
+            self.findings.report(
                 one.key,
                 rule,
                 f"what {weight} = {number(values[column])} gives in column {column} "
@@ -205,7 +205,7 @@ class WeightBounds:
         votes = np.array([p.rows for p in passes])
         value, outside = _majority(lows, highs, votes, discrete)
         for place in outside:
-            self.book.report(
+            self.findings.report(
                 passes[place].key,
                 rule,
                 f"the {weight} of the other passes, {number(value)} in column {column} "

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from v4tool.config import FP4_GROUP, ModelConfig
+from v4tool.config import ModelConfig
+from v4tool.config_fields import FP4_GROUP
 
 DTYPE_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
 """Bytes per stored element by safetensors dtype; an I8 element of a weight holds two FP4 codes."""

@@ -1,4 +1,4 @@
-"""A decoder block, the two heads and the MTP block (SPEC section 5).
+"""A decoder block, the input and output of both heads, and the MTP block (SPEC section 5).
 
 T tokens of the batch, M streams, D dim, V vocabulary.
 """
@@ -32,7 +32,7 @@ def embed(scope: Scope, path: str) -> Tensor:
 
 
 def large_weights(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    """The large weights of a layer that are read whatever the tokens: names."""
+    """Names of the large weights of a layer that are read for any tokens (no routed experts)."""
     ratio = config.ratio(layer)
     compressor = COMPRESSOR if ratio else ()
     names = EVERY_LAYER + compressor + (INDEXER if has_indexer(ratio) else ()) + SHARED
@@ -77,7 +77,7 @@ def logits(scope: Scope, y_nD: Tensor, matrix: str) -> Tensor:
 
 
 def tap_logits(scope: Scope, names: Iterable[str], logits_nV: Tensor) -> None:
-    """Show every segment its row of logits as [1, V], under each name."""
+    """Pass every segment's row of logits to its tap as [1, V], under each name."""
     for name in names:
         for segment, row in zip(scope.segments, logits_nV, strict=True):
             scope.tap_for(segment, name, row.unsqueeze(0))

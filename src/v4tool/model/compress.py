@@ -1,10 +1,10 @@
-"""The compressor, which pools blocks of tokens into one row, and the indexer, which chooses blocks.
+"""KV compressor (pools each block of tokens into one row) and indexer (top-k over these blocks).
 
 SPEC section 5, Compressor and Indexer. T tokens of the batch, s of a segment, t blocks, r tokens
 per block, d the pooled width, c = 2 where blocks overlap, IH heads and ID dims of the indexer.
 
-One rule serves prefill and decode: append the new rows to those remembered, pool every block that
-is complete now, forget what no later block needs.
+Prefill and decode share one path: append the new rows to the state, pool every block that is
+complete now, drop rows that no later block needs.
 """
 
 import math
@@ -14,7 +14,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from v4tool.config import FP4_GROUP, KV_BLOCK, ModelConfig
+from v4tool.config import ModelConfig
+from v4tool.config_fields import FP4_GROUP, KV_BLOCK
 from v4tool.model.layers import (
     by_tokens,
     ordered_sum,

@@ -1,4 +1,4 @@
-"""Hyper-connections: M residual streams, mixed before and after every sub-layer (SPEC section 5).
+"""Hyper-connections: hc_pre, hc_post and hc_head over M residual streams (SPEC section 5).
 
 T tokens, M streams, D dim. The coefficients stay in acc; they are rounded to FP32 only in the
 recording.

@@ -1,8 +1,8 @@
-"""Sums in a fixed order, RMS norm and rotary embedding (SPEC sections 4 and 5).
+"""Fixed-order sums, RMS norm, rotary embedding, sigmoid and softplus (SPEC sections 4 and 5).
 
 Every function works on a flat batch of tokens: [T, ...]. Values between two rounding places are
-in the accumulation dtype `acc`; `to_bf16` is the only way back. Sums are taken by halves with
-element-wise additions, so that their order is fixed here and not by a vector width or a thread
+in the accumulation dtype `acc`; `to_bf16` is the only way back to BF16. Sums are pairwise, by
+element-wise additions of halves, so that their order does not depend on a vector width or a thread
 count.
 """
 

@@ -1,4 +1,4 @@
-"""The mixture of experts: gate, routed experts, shared expert (SPEC section 5, MoE).
+"""Mixture of experts: gate, routed experts and shared expert (SPEC section 5, MoE).
 
 T tokens of the batch, E experts, K experts per token, I the experts' inner width. An expert's
 weights are read once for all tokens of the batch that reach it, and only if one does. Several are

@@ -1,8 +1,8 @@
-"""Weights whose reader is told in time what comes next, on a thread of its own.
+"""Wraps a weight reader and issues read-ahead for the next tensors from a background thread.
 
-To announce a read is not free: the kernel takes the memory for it and waits where the disk has
-enough to do (a second for a gigabyte), which no thread that computes should. Left out: what is
-announced, and when.
+A read-ahead call can block: the kernel allocates the pages, and waits while the disk's queue is
+full (a second for a gigabyte). No computing thread should wait for that. Left out: which weights
+are prefetched, and when (`Scope.upcoming`).
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +14,16 @@ from v4tool.model.scope import Weights
 
 
 class PrefetchingWeights:
-    """The given weights; `advise` returns at once. A context manager, which waits at the end.
+    """A `Weights` around another one, whose `advise` returns at once.
 
-    What was read before its turn is not announced any more: its pages may have left the cache, and
-    would be fetched for nothing. An error of `advise` is not seen: the read will meet it again.
+    A context manager: leaving it cancels read-ahead that has not begun and waits for the rest. A
+    weight that was read before its read-ahead began is skipped: its pages may have left the page
+    cache, and would be fetched for nothing. Errors of `advise` are dropped: the read raises them.
     """
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self._due: set[str] = set()
+        self._pending: set[str] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="v4tool-ahead")
 
     def nbytes(self, name: str) -> int:
@@ -31,12 +32,12 @@ class PrefetchingWeights:
 
     def read(self, name: str, buffer: Tensor | None = None) -> Tensor:
         """A whole weight."""
-        self._due.discard(name)
+        self._pending.discard(name)
         return self._weights.read(name, buffer)
 
     def read_rows(self, name: str, start: int, stop: int, buffer: Tensor | None = None) -> Tensor:
         """Some rows of a weight."""
-        self._due.discard(name)
+        self._pending.discard(name)
         return self._weights.read_rows(name, start, stop, buffer)
 
     def gather_rows(self, name: str, ids: Tensor) -> Tensor:
@@ -45,13 +46,13 @@ class PrefetchingWeights:
 
     def advise(self, names: list[str]) -> None:
         """These weights will be read soon, in this order."""
-        self._due.update(names)
-        self._thread.submit(self._announce, names)
+        self._pending.update(names)
+        self._thread.submit(self._prefetch, names)
 
-    def _announce(self, names: list[str]) -> None:
-        due = [name for name in names if name in self._due]
-        self._due.difference_update(due)
-        self._weights.advise(due)
+    def _prefetch(self, names: list[str]) -> None:
+        pending = [name for name in names if name in self._pending]
+        self._pending.difference_update(pending)
+        self._weights.advise(pending)
 
     def __enter__(self) -> Self:
         return self

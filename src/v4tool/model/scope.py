@@ -1,10 +1,10 @@
-"""One path for a weight and for what is recorded beside it.
+"""`Scope`: a module path that loads weights by name and records activations under the same path.
 
 The tokens of all sequences of a pass are computed together as one flat batch [T, ...]; a
-`Segment` is one sequence's stretch of it. A `Scope` is a place in the module tree: `scope /
-"attn"` goes down, `scope.linear("wq_a", x)` loads `….attn.wq_a.weight` and `.scale`, applies them
-to the batch, taps `….attn.wq_a.out` for every segment and lets the weight go. Who wants to see
-the values brings a tap.
+`Segment` is one sequence's slice of it. `scope / "attn"` descends in the module tree;
+`scope.linear("wq_a", x)` loads `….attn.wq_a.weight` and `.scale`, multiplies the batch with them,
+passes `….attn.wq_a.out` of every segment to its tap and releases the weight. Left out: what a tap
+does with a value.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,12 +24,12 @@ Tap = Callable[[str, Tensor], None]
 
 
 def one_thread(numerics: Numerics) -> Numerics:
-    """The same numerics for work that is itself a piece of one of several threads."""
+    """The same numerics with one thread, for work that already runs in a worker thread."""
     return numerics if numerics.threads == 1 else numerics.model_copy(update={"threads": 1})
 
 
 class Weights(Protocol):
-    """Where weights come from: a checkpoint, or a dictionary in a test."""
+    """A reader of weights by name: a checkpoint, or a dictionary in a test."""
 
     def nbytes(self, name: str) -> int: ...
 
@@ -46,7 +46,7 @@ class Weights(Protocol):
 
 @dataclass
 class CompressorState:
-    """What a compressor remembers of one sequence.
+    """A compressor's state for one sequence.
 
     kv, gate: acc [rows, c*d], the rows that a later block still needs, from position `first` on;
     blocks: BF16 [t, d], the compressed rows so far.
@@ -60,7 +60,7 @@ class CompressorState:
 
 @dataclass
 class LayerState:
-    """What one layer remembers of one sequence between passes (SPEC 5, attention step 4).
+    """One layer's state for one sequence between passes (SPEC 5, attention step 4).
 
     window: BF16 [window_size, C], position t in row t % window_size.
     """
@@ -72,7 +72,7 @@ class LayerState:
 
 @dataclass(frozen=True)
 class Segment:
-    """One sequence's tokens in this pass: the step, their ids I64 [s], its memory, its observer."""
+    """One sequence's tokens in this pass: the step, ids I64 [s], layer states, tap."""
 
     step: Step
     ids: Tensor
@@ -80,7 +80,7 @@ class Segment:
     tap: Tap
 
     def state(self, layer: int) -> LayerState:
-        """The layer's memory of this sequence, empty at first."""
+        """The layer's state for this sequence, created empty."""
         return self.states.setdefault(layer, LayerState())
 
     @property
@@ -91,11 +91,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Scope:
-    """A place in the module tree: `path` names weights, `record` what is tapped in a pass.
+    """A module path: `path` is the prefix of weight names, `record` of the keys within a pass.
 
-    upcoming: large weights that will be read after this block, for the reader to get ready.
-    buffers: memory that weights are read into again and again; fresh memory costs five times the
-    reading.
+    upcoming: large weights that are read after this block, to prefetch. buffers: reused memory
+    that weights are read into; newly allocated memory takes five times as long as the read.
     """
 
     weights: Weights
@@ -122,7 +121,7 @@ class Scope:
 
     @property
     def alone(self) -> "Scope":
-        """The same place for work that is itself one of several threads' pieces."""
+        """The same scope with one thread, for work that already runs in a worker thread."""
         return replace(self, numerics=one_thread(self.numerics))
 
     @property
@@ -142,18 +141,18 @@ class Scope:
     def parts(self, x: Tensor, y: Tensor, /) -> Iterator[tuple[Segment, Tensor, Tensor]]: ...
 
     def parts(self, *xs: Tensor) -> Any:
-        """Every segment with its stretch of each batch tensor [T, ...]."""
+        """Every segment with its slice of each batch tensor [T, ...]."""
         if len(self.segments) == 1:
             return iter([(*self.segments, *xs)])
         sizes = [segment.step.tokens for segment in self.segments]
         return zip(self.segments, *(x.split(sizes) for x in xs), strict=True)
 
     def weight(self, name: str) -> Tensor:
-        """A weight of this place as it is stored, in memory of its own."""
+        """A weight of this module as it is stored, in newly allocated memory."""
         return self.weights.read(self.path + name)
 
     def passing(self, name: str, use: str) -> Tensor:
-        """A weight as it is stored, in this thread's buffer: gone with the next for that use."""
+        """A weight as it is stored, in this thread's buffer, valid until the next of that `use`."""
         name = self.path + name
         return self.weights.read(
             name, self.buffers.take(use, self.weights.nbytes(name), torch.uint8)
@@ -178,11 +177,11 @@ class Scope:
         return StoredWeight((size // row_bytes, width), scale, "fp4" if fp4 else "fp8", read)
 
     def tap_for(self, segment: Segment, name: str, value: Tensor) -> None:
-        """Show one segment's value, without batch dim."""
+        """Pass a segment's value to its tap as it is; `tap` adds the batch dimension."""
         segment.tap(f"{segment.step.prefix}{self.record}{name}", value)
 
     def tap(self, name: str, batch: Tensor) -> Tensor:
-        """Show every segment its stretch of [T, ...] as [1, s, ...]; returns the batch."""
+        """Pass every segment's slice of [T, ...] to its tap as [1, s, ...]; returns the batch."""
         for segment, part in self.parts(batch):
             self.tap_for(segment, name, part.unsqueeze(0))
         return batch

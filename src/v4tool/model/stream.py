@@ -1,8 +1,8 @@
-"""The streaming pass: every layer once, all sequences through it while its weights are at hand.
+"""Streaming forward pass: each layer once, all sequences through it.
 
-A `Sequence` is one prompt with its observer. `run` takes all prompts through the prefill, the MTP
-prefill and decode, and the decode steps of the main stack; sequences with fewer steps drop out.
-Nothing is kept of a layer but what decode needs of it.
+Follows SPEC section 5. A `Sequence` is one prompt with its tap. `run` takes all prompts through the
+prefill, the MTP prefill and decode step, and the decode steps of the main stack; sequences with
+fewer steps drop out. Of a layer only the state that decode needs (`LayerState`) stays in memory.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ EMBEDDING = "embed.weight"
 MATRIX = "head.weight"
 
 Watch = Callable[[str, str], None]
-"""Told the pass (`prefill`, `decode.0`, `mtp`) and the place (`layers.3`, `head`) to come."""
+"""Called before a module runs: the pass (`prefill`, `decode.0`, `mtp`), the module (`layers.3`)."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class LayerRange:
-    """How far to compute: main layers below `layers`; head and MTP where they are asked for."""
+    """Which part of the model to compute: main layers below `layers`, the head, the MTP block."""
 
     layers: int
     head: bool = True
@@ -81,20 +81,20 @@ class LayerRange:
         return cls(config.n_layers, mtp=config.mtp_supported)
 
 
-def through_layers(scope: Scope, extent: LayerRange, watch: Watch, name: str) -> Tensor:
+def through_layers(scope: Scope, layer_range: LayerRange, watch: Watch, name: str) -> Tensor:
     """Embedding and main layers of one pass: BF16 [T, M, D], the last layer's streams."""
     watch(name, "embed")
     x = embed(scope, EMBEDDING).unsqueeze(1).repeat(1, scope.config.hc_mult, 1)
-    for layer in range(extent.layers):
+    for layer in range(layer_range.layers):
         watch(name, f"layers.{layer}")
-        upcoming = large_weights(scope.config, layer + 1) if layer + 1 < extent.layers else ()
+        upcoming = large_weights(scope.config, layer + 1) if layer + 1 < layer_range.layers else ()
         place = replace(scope / "layers" / str(layer), upcoming=upcoming)
         x = place.tap("out", block(place, x, layer))
     return x
 
 
 HEAD_NAMES, MTP_HEAD_NAMES = ("head.out",), ("head.out", "logits.out", "out")
-"""What the logits of the main stack and of MTP are recorded as (SPEC section 6)."""
+"""Keys under which the logits of the main stack and of MTP are recorded (SPEC section 6)."""
 TOKENS_HELD = 192
 """So many tokens' values of the MTP block are held in memory to read the output matrix once: 0.4 MB
 a token in the release, whose matrix is a gibibyte. Beyond that it is read twice.
@@ -108,26 +108,26 @@ def mtp_scope(scope: Scope, sequences: list[Sequence]) -> Scope:
 
 
 def mtp_streams(scope: Scope, x_TMD: Tensor) -> Tensor:
-    """What MTP gets of the last layer: every position, then each prompt's last one for its step."""
+    """MTP's input [T + n, M, D]: the last layer's rows, then each prompt's last row for decode."""
     return torch.cat([x_TMD, last_rows(scope, x_TMD)])
 
 
 def main_head(scope: Scope, x_TMD: Tensor) -> Tensor:
-    """The main stack's end: acc [n, V]."""
+    """Logits of the main stack, recorded: acc [n, V]."""
     result = logits(scope, head_input(scope, x_TMD), MATRIX)
     tap_logits(scope, HEAD_NAMES, result)
     return result
 
 
 def mtp_head(scope: Scope, sequences: list[Sequence], x_TMD: Tensor) -> None:
-    """MTP and its end."""
+    """The MTP block and its logits, recorded."""
     place = mtp_scope(scope, sequences)
     rows = mtp(place, mtp_streams(scope, x_TMD), EMBEDDING)
     tap_logits(place, MTP_HEAD_NAMES, logits(place, rows, MATRIX))
 
 
 def both_heads(scope: Scope, sequences: list[Sequence], x_TMD: Tensor) -> Tensor:
-    """`main_head` and `mtp_head`, shown in that order, by one reading of the output matrix."""
+    """`main_head` and `mtp_head`, recorded in that order, with one read of the output matrix."""
     held: list[tuple[Tap, str, Tensor]] = []
 
     def holding(segment: Segment) -> Segment:
@@ -136,9 +136,9 @@ def both_heads(scope: Scope, sequences: list[Sequence], x_TMD: Tensor) -> Tensor
         )
 
     place = mtp_scope(scope, sequences)
-    silent = replace(place, segments=tuple(map(holding, place.segments)))
+    deferred = replace(place, segments=tuple(map(holding, place.segments)))
     y_main = head_input(scope, x_TMD)
-    y_mtp = mtp(silent, mtp_streams(scope, x_TMD), EMBEDDING)
+    y_mtp = mtp(deferred, mtp_streams(scope, x_TMD), EMBEDDING)
     both = logits(scope, torch.cat([y_main, y_mtp]), MATRIX)
     main, of_mtp = both[: len(y_main)], both[len(y_main) :]
     tap_logits(scope, HEAD_NAMES, main)
@@ -156,7 +156,7 @@ def through_heads(
     watch: Watch,
     name: str,
 ) -> Tensor | None:
-    """What follows the last layer's streams: the main logits, acc [n, V], if they are asked for."""
+    """The heads that `ends` asks for: the main logits, acc [n, V], or None without the head."""
     if ends.head:
         watch(name, "head")
     if ends.head and ends.mtp and len(x_TMD) <= TOKENS_HELD:
@@ -184,23 +184,23 @@ def run(
     config: ModelConfig,
     numerics: Numerics,
     sequences: list[Sequence],
-    extent: LayerRange | None = None,
+    layer_range: LayerRange | None = None,
     watch: Watch = lambda name, place: None,
 ) -> None:
-    """Take all sequences through the model; what happens is seen by their taps alone.
+    """Run the forward pass of all sequences; values leave it only through their taps.
 
-    extent: how far to compute (default: everything). Decode steps without given ids need the
+    layer_range: how far to compute (default: everything). Decode steps without given ids need the
     whole stack.
     """
-    extent = extent or LayerRange.whole(config)
-    with PrefetchingWeights(weights) as announced:
+    layer_range = layer_range or LayerRange.whole(config)
+    with PrefetchingWeights(weights) as prefetching:
         for number in range(1 + max(sequence.decode for sequence in sequences)):
             going = [s for s in sequences if s.decode >= number]
             name = f"decode.{number - 1}" if number else "prefill"
             segments = tuple(sequence.main_segment(number) for sequence in going)
-            scope = Scope(announced, config, numerics, segments)
-            x = through_layers(scope, extent, watch, name)
-            ends = replace(extent, mtp=extent.mtp and number == 0)
+            scope = Scope(prefetching, config, numerics, segments)
+            x = through_layers(scope, layer_range, watch, name)
+            ends = replace(layer_range, mtp=layer_range.mtp and number == 0)
             result = through_heads(scope, going, x, ends, watch, name)
             if result is not None:
                 greedy(going, result, number)

@@ -1,9 +1,9 @@
-"""Profiles and cases, the checkpoint that a profile means, and token ids from text.
+"""Profiles and cases from TOML, location of a profile's checkpoint, and tokenization.
 
-Follows SPEC section 7. `values` reads single settings, `schema` says what a file may hold and what
-a settled `Profile` is, `toml` reads a file and words its errors, `settle` settles a profile,
-`locate` says where its checkpoint is, `tokens` turns text into ids and back. Left out: nothing here
-opens or makes a checkpoint, and nothing is ever downloaded.
+Follows SPEC section 7. `setting_values` parses single settings, `schema` holds the models of a file
+and of a resolved `Profile`, `toml_files` reads a file and words its errors, `resolve` resolves a
+profile, `locate` finds its checkpoint, `tokens` encodes and decodes text. Left out: nothing here
+opens or makes a checkpoint, and nothing is downloaded.
 """
 
 from v4tool.profiles.locate import SynthRequest, cached_snapshot, locate_checkpoint

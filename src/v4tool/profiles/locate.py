@@ -1,7 +1,7 @@
-"""Where a profile's checkpoint lies, or which one is to be made. Nothing is downloaded or written.
+"""Finds a profile's checkpoint directory, or the random checkpoint to make; writes nothing.
 
-Left out: whether the checkpoint is complete and well formed is for its reader to find out, and who
-holds a `SynthRequest` has to make what it asks for.
+Nothing is downloaded. Left out: whether the checkpoint is complete and well formed (its reader
+checks that), and making what a `SynthRequest` asks for (`checkpoint/synth.py`).
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Settle a profile: option over environment over file over default, each value's source kept.
+"""Resolve a profile: option over environment over file over default, each value's origin kept.
 
 An empty environment variable counts as not set. What a file points at (`path`, `config`,
 `cases_file`) is relative to that file, `out_dir` to the directory that the user works in. A file
@@ -61,7 +61,7 @@ def load(
     options: Mapping[str, object],
     environ: Mapping[str, str],
 ) -> Profile:
-    """Settle a profile: a shipped name or a TOML file, else V4TOOL_PROFILE, else `nano`.
+    """Resolve a profile: a shipped name or a TOML file, else V4TOOL_PROFILE, else `nano`.
 
     options: values from the command line by key (ckpt, threads, seed, out_dir, accumulate,
     backend), None where an option was not given; environ: the process environment. ProfileError in
@@ -70,18 +70,18 @@ def load(
     chosen, source = _choose(name_or_file, environ)
     path, shown = _find(chosen, source)
     file = toml_files.read(path, shown, ProfileFile)
-    settled, origin = _settle_all(file, path, shown, options, environ)
+    resolved, origin = _resolve_all(file, path, shown, options, environ)
     cases, origin["cases"] = _read_cases(file, path, shown)
     checkpoint = file.checkpoint or CheckpointSettings(config=DEFAULT_PROFILE, synth=True)
     return Profile(
         name=path.stem,
         source=path,
         summary=file.summary,
-        config=_config(checkpoint, settled["ckpt"], path),
+        config=_config(checkpoint, resolved["ckpt"], path),
         checkpoint=checkpoint,
-        cases=tuple(_with_ids(case, settled["ckpt"]) for case in cases),
+        cases=tuple(_with_ids(case, resolved["ckpt"]) for case in cases),
         origin={"profile": source, **origin},
-        **settled,
+        **resolved,
     )
 
 
@@ -110,7 +110,7 @@ def _find(name_or_file: str | Path, source: str) -> tuple[Path, str]:
     )
 
 
-def _settle_all(
+def _resolve_all(
     file: ProfileFile,
     path: Path,
     shown: str,
@@ -122,17 +122,17 @@ def _settle_all(
     if strange:
         raise TypeError(f"no such settings: {sorted(strange)}")
     own = _in_file(file, path)
-    settled: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for setting in SETTINGS:
         key = setting.key
-        settled[key], origin[key] = _settle(setting, options, environ, own[key], shown)
-    if settled["ckpt"] is None and file.checkpoint is not None:
+        resolved[key], origin[key] = _resolve(setting, options, environ, own[key], shown)
+    if resolved["ckpt"] is None and file.checkpoint is not None:
         origin["ckpt"] = shown
     origin["config"] = origin["ckpt"]
-    if settled["threads"] == "auto":
-        settled["threads"] = setting_values.usable_cores()
-    return settled, origin
+    if resolved["threads"] == "auto":
+        resolved["threads"] = setting_values.usable_cores()
+    return resolved, origin
 
 
 def _in_file(file: ProfileFile, path: Path) -> dict[str, object]:
@@ -148,7 +148,7 @@ def _in_file(file: ProfileFile, path: Path) -> dict[str, object]:
     }
 
 
-def _settle(
+def _resolve(
     setting: Setting,
     options: Mapping[str, object],
     environ: Mapping[str, str],

@@ -1,7 +1,7 @@
-"""What a profile's file may hold, and what a settled profile is: frozen, no unknown keys.
+"""Pydantic models of a profile's file, a case and a resolved profile: frozen, no unknown keys.
 
 Follows SPEC section 7 for the cases. `[numerics]` holds what decides the bits, the top level what
-does not. Left out: where a missing value comes from, see `settle`.
+does not. Left out: where a missing value comes from, see `resolve`.
 """
 
 from collections.abc import Mapping
@@ -60,11 +60,11 @@ class Expect(_Frozen):
 
 
 class Case(_Frozen):
-    """One prompt: its frozen ids, the text they stand for, what follows, where its dump goes.
+    """One prompt: its frozen ids, the text they stand for, what follows, the file of its recording.
 
-    input_ids: the prompt, never empty in a settled profile; text: for people, may be missing;
+    input_ids: the prompt, never empty in a resolved profile; text: for people, may be missing;
     decode: main-stack decode steps after the prefill; decode_ids: their ids where they are fixed
-    (else greedy); file: the dump's bare file name; expect: published figures, anchors only.
+    (else greedy); file: the recording's bare file name; expect: published figures, anchors only.
     """
 
     id: Annotated[str, PlainValidator(setting_values.case_id)]
@@ -79,7 +79,7 @@ class Case(_Frozen):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: object) -> object:
-        """The dump's name follows the id, the number of steps the fixed ids."""
+        """The recording's name follows the id, the number of steps the fixed ids."""
         if not isinstance(data, dict):
             return data
         filled = dict(data)
@@ -160,7 +160,7 @@ TABLES: dict[str, type[BaseModel]] = {
 
 
 class Profile(_Frozen):
-    """Everything that a run takes from outside, settled.
+    """Everything that a run takes from outside, resolved.
 
     source: the file; ckpt: the checkpoint's directory where one was named (see
     `locate_checkpoint`); config: the config.json that describes the model, the checkpoint's own

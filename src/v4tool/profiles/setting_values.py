@@ -1,8 +1,8 @@
-"""Single values: one reading for the command line, the environment and the file.
+"""Parsers of single settings, shared by the command line, the environment and the file.
 
 Each function takes what a source gives (text that spells a whole number is made a number before,
-see `from_text`), returns the value or raises ValueError("expected ..."); who calls adds where the
-value stood and what it was. Left out: which source wins, see `settle`.
+see `from_text`), returns the value or raises ValueError("expected ..."); the caller adds where the
+value stood and what it was. Left out: which source wins, see `resolve`.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""Token ids: from text, back to text, and from what a user types.
+"""Token ids: encoding of text, decoding, and parsing and validation of ids given by a user.
 
 Follows SPEC section 7: the checkpoint's `tokenizer.json`, no chat template, no special tokens, no
 padding. Where a checkpoint has no tokenizer, the release's own serves, which the package

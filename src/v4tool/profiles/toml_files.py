@@ -1,4 +1,4 @@
-"""Read a TOML file into a model; whatever is wrong with it becomes one line.
+"""Reads a TOML file into a pydantic model; every error becomes one line.
 
 The line is `file: dotted key: expected ..., found ...`. Left out: what may stand in a file, see
 `schema`.

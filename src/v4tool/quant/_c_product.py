@@ -1,9 +1,8 @@
-"""The products of `linear` by the C kernel (`_kernel.c`).
+"""C backend of `linear`: packs x, splits the weight's rows among threads, calls `_kernel.c`.
 
-x is packed once into the order in which the kernel reads it; the rows of the weight are then
-shared out among threads, each of which fetches those that it multiplies: what comes from a file
-is still in the second-level cache then. The kernel is given addresses: that the tensors behind
-them have the dtypes, shapes and layout that it expects, and stay alive, is seen to here.
+x is packed once into the order in which the kernel reads it. Each thread reads the rows of the
+weight that it multiplies, so that they are still in its second-level cache. The kernel takes raw
+addresses: this module checks dtypes, shapes and layout, and keeps the tensors alive.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-/* The C extension of v4tool.quant: the products of linear.py straight from the packed weights.
+/* Python bindings of the C extension of v4tool.quant: products of linear.py on packed weights.
  *
  * This file packs x into the order in which the kernel reads it, chooses the instruction set and binds it
  * all to Python; _product.h holds the kernel. Every function takes addresses and sizes that _c_product.py

@@ -1,4 +1,4 @@
-/* What the parts of the C extension share; see _kernel.c. */
+/* Shared declarations of the C extension: block sizes, struct Product, small helpers; see _kernel.c. */
 
 #ifndef V4TOOL_KERNEL_H
 #define V4TOOL_KERNEL_H

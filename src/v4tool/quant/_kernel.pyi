@@ -1,4 +1,4 @@
-"""What the C extension gives; every argument is an address or a size (see `_kernel.c`)."""
+"""Type stubs of the C extension; every argument is an address or a size (see `_kernel.c`)."""
 
 BLOCK: int
 TILE: int

@@ -1,4 +1,4 @@
-"""The products of `linear` without a compiler: table look-ups into a reused buffer, and a BLAS.
+"""NumPy backend of `linear`: decodes weights by table look-up and multiplies with a BLAS.
 
 A BLAS sums in an order of its own. That is of no consequence where no sum is rounded, and each such
 use is proved before it is made. For some stretch of K let l be the sum of |x|, m the largest |w|,

@@ -1,4 +1,4 @@
-/* PRODUCT(p): some rows of a product, in the order of accumulation that linear.py defines.
+/* Template of PRODUCT(p): some rows of a product, summed in the order that linear.py defines.
  *
  * For every element of the result the products of one group along K are summed in increasing k, the sums
  * of the groups in increasing order. The lanes of a vector are different rows of the weight, so no sum

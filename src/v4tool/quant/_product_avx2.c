@@ -1,4 +1,4 @@
-/* The product for x86-64 processors with AVX2 and FMA, chosen when it runs. */
+/* The product for x86-64 processors with AVX2 and FMA, selected at run time. */
 
 #if defined(__x86_64__)
 

@@ -1,4 +1,4 @@
-"""The products of `linear`, as plain as their definition there: what the fast ones must equal."""
+"""Reference backend of `linear` in plain torch; the C and NumPy backends must equal its bits."""
 
 import torch
 from torch import Tensor

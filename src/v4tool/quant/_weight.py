@@ -1,4 +1,4 @@
-"""A quantised weight as the checkpoint holds it, and the values it stands for (SPEC section 2)."""
+"""Quantised weights as stored (FP4 or FP8 codes, scales), and dequantisation (SPEC section 2)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

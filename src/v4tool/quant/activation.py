@@ -1,4 +1,4 @@
-"""Quantisation of activations and the Hadamard rotation (SPEC sections 3 and 5).
+"""Activation quantisation to FP8 and FP4, and the Hadamard rotation (SPEC sections 3 and 5).
 
 Scales are powers of two, so a BF16 value divided by its scale is again a BF16 value (or far below
 half a step of the grid): rounding to E4M3 or E2M1 is a look-up over all BF16 bit patterns, in

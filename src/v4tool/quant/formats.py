@@ -1,4 +1,4 @@
-"""The three number formats of the checkpoint as tables and bit operations (SPEC sections 2 and 3).
+"""Decoding and encoding of E2M1, E4M3 and E8M0: tables, bit operations (SPEC sections 2 and 3).
 
 E2M1 (FP4), E4M3 (FP8, the "fn" variant: no infinities, 0x7F and 0xFF are NaN) and E8M0 (scales,
 0xFF is NaN). Decoding is a table look-up over all codes; encoding is round to nearest, ties to

@@ -1,4 +1,4 @@
-"""The matrix products of the forward pass (SPEC sections 3 to 5) behind one order of accumulation.
+"""Matrix products of the forward pass, and their order of accumulation (SPEC sections 3 to 5).
 
 With `accumulate = float64` every product of an x [M, K] and a weight [N, K] is, for each element,
 by definition

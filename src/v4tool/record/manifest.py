@@ -335,10 +335,10 @@ class Survey:
         self._hits = dict.fromkeys(
             (f"{kind}.{name}" for kind in ("routed", "shared") for name in ("w1", "w3")), 0
         )
-        sweep = FileScan(self.header, hash_file=True)
-        for piece in sweep.pieces():
+        scan = FileScan(self.header, hash_file=True)
+        for piece in scan.pieces():
             self._take(piece)
-        self.payload_sha256, self.file_sha256 = sweep.payload_sha256, sweep.file_sha256
+        self.payload_sha256, self.file_sha256 = scan.payload_sha256, scan.file_sha256
         sums = np.array([self._sums[key] for key in sorted(self._sums)], "<u4")
         self.checksums = base64.b64encode(sums.tobytes()).decode()
         self.coverage = Coverage(

@@ -232,14 +232,14 @@ class FileScan:
         workers = [_Hasher(hasher) for hasher in self._hashers]
         try:
             entries = iter(self.header.entries.values())
-            yield from self._walk(workers, _Cursor(entries))
+            yield from self._scan(workers, _Cursor(entries))
         finally:
             digests = [worker.close() for worker in workers]
         self.payload_sha256 = digests[0]
         if len(digests) > 1:
             self.file_sha256 = digests[1]
 
-    def _walk(self, workers: list["_Hasher"], cursor: "_Cursor") -> Iterator[Piece]:
+    def _scan(self, workers: list["_Hasher"], cursor: "_Cursor") -> Iterator[Piece]:
         buffers = [np.empty(CHUNK, np.uint8) for _ in range(BUFFERS)]
         used: list[threading.Semaphore] = []
         with self.header.path.open("rb", buffering=0) as file:

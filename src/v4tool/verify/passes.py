@@ -2,7 +2,7 @@
 
 In an isolated run every layer starts from recorded values. So each process runs the same passes,
 takes what belongs to other layers from the recording, and the results are put together in order of
-execution: who computed what makes no difference. Left out: what is asked for (`walk`).
+execution: who computed what makes no difference. Left out: what is asked for (`recording`).
 """
 
 from collections.abc import Callable, Iterator
@@ -15,10 +15,11 @@ from pathlib import Path
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.errors import Finding
 from v4tool.verify.compare import Rule
+from v4tool.verify.frames import RunScope
 from v4tool.verify.language import Description, read_description
 from v4tool.verify.locations import ENDS, layer_number
 from v4tool.verify.results import NodeResult
-from v4tool.verify.runtime import Runtime, Scope
+from v4tool.verify.runtime import Runtime
 from v4tool.verify.tensors import CheckpointWeights, RecordedTensors
 
 PREFILL, MTP_DECODE, DECODE = "llm", "mtp_decode", "llm_decode"
@@ -40,7 +41,7 @@ class Job:
     checkpoint: Path
     description: Path
     rule: Rule
-    scope: Scope
+    scope: RunScope
     threads: int
     tokens: int
     decode: int

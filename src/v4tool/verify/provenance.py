@@ -1,4 +1,4 @@
-"""Which values no key judges, and which node made them: the trail that the verdict follows.
+"""Provenance of values that no key judges: which node made them; the verdict follows it.
 
 A value is recognised by its memory, so views of it count as itself. Left out: what to conclude.
 """
@@ -27,14 +27,14 @@ class Provenance:
     _known: dict[int, tuple[Tensor, ValueRef, int]] = field(default_factory=dict)
 
     def of(self, value: Any) -> ValueRef | None:
-        """The origin of a value if no key judges it."""
+        """Which node output a value is, if no key judges it."""
         if not isinstance(value, Tensor) or not value.numel():
             return None
         entry = self._known.get(memory(value))
         return entry[1] if entry else None
 
     def of_all(self, values: Iterable[Any]) -> tuple[ValueRef, ...]:
-        """The origins among several values, each once."""
+        """What `of` gives for several values, each once."""
         found = map(self.of, values)
         return tuple(dict.fromkeys(ref for ref in found if ref is not None))
 

@@ -20,10 +20,10 @@ from v4tool.verify.coverage import (
     coverage_of,
     no_ids,
 )
+from v4tool.verify.frames import RunScope
 from v4tool.verify.language import Description, read_description
 from v4tool.verify.passes import PREFILL, Found, Job, Progress, run
 from v4tool.verify.results import NodeResult, Verdict, VerifyResult
-from v4tool.verify.runtime import Scope
 from v4tool.verify.tensors import OWN_DESCRIPTION, RecordedTensors, decode_steps
 from v4tool.verify.verdict import first_wrong
 
@@ -134,7 +134,7 @@ def _job(
     has_mtp = any(key.startswith("mtp.") for key in keys)
     mtp = config.mtp_supported and (has_mtp or not request.partial) and request.layer is None
     alone = request.layer is not None and not request.chained
-    scope = Scope(
+    scope = RunScope(
         units=frozenset({f"layers.{request.layer}"}) if alone else None,
         last_layer=_last_layer(config, keys, request),
         mtp=mtp,

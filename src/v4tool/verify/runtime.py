@@ -1,12 +1,9 @@
-"""Runs the nodes of a `.vt` file and holds every output against the recording.
+"""Runs the nodes of a `.vt` file against one recording and collects the results.
 
-A node's weights are bound while it runs and let go afterwards; each returned value with a key is
-compared, and then handed on: as computed (chained), or as recorded (isolated), so that an error
-does not spread. What is kept in acc is recorded rounded to FP32: the computed value goes on where
-it rounds to the recorded one, else the recorded one. A mismatch is data, and so is a node that
-fails on damaged inputs: the run goes on with what is recorded.
-
-Left out: which nodes are called (`walk`), and who is to blame (`verdict`).
+A node's weights are bound while it runs and let go afterwards; what it returns is compared and
+handed on by `judging`. A mismatch is data, and so is a node that fails on damaged inputs: the run
+goes on with what is recorded. Left out: which passes are run (`passes`, `recording`), and which
+node is wrong (`verdict`).
 """
 
 import time
@@ -15,86 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from v4tool.errors import V4ToolError, VtError
-from v4tool.names import generic
-from v4tool.verify.compare import Rule, SameChoice, bf16_valued, compare
-from v4tool.verify.embedding_rows import other_rows
+from v4tool.verify.compare import Rule
+from v4tool.verify.frames import Frame, Judged, NodeFailed, RunScope, StopPass
+from v4tool.verify.judging import OutputJudge
 from v4tool.verify.language import Description, NodeSpec
-from v4tool.verify.locations import ENDS, block_of, label, layer_number, unit_of
+from v4tool.verify.locations import ENDS, block_of, layer_number, unit_of
 from v4tool.verify.provenance import OUTERMOST, Provenance, memory
 from v4tool.verify.results import Comparison, NodeResult, ValueRef
 from v4tool.verify.tensors import RecordedTensors, Weights
 from v4tool.verify.vt_module import execute, one_line, surroundings, vt_lang
-
-
-class StopPass(Exception):
-    """Nothing more of this pass is asked for, or can be computed."""
-
-
-class NodeFailed(Exception):
-    """A node could not be computed, and the recording has nothing to go on with."""
-
-
-@dataclass(frozen=True)
-class Scope:
-    """What is to be run.
-
-    units: of the outermost level (None: all); what others give is taken from the recording.
-    last_layer: main layers behind it end the pass (None: all run). mtp: without it the MTP layer
-    gives nothing. chained: hand on computed values. partial: keys may be absent. known: generic
-    keys that some recording has (an output beyond them is a mistake of the description; None: not
-    held against it). fail_fast: end with the unit that fails.
-    """
-
-    units: frozenset[str] | None = None
-    last_layer: int | None = None
-    mtp: bool = True
-    chained: bool = False
-    partial: bool = False
-    known: frozenset[str] | None = None
-    fail_fast: bool = False
-
-    def asks_for(self, unit: str) -> bool:
-        """Whether a unit's results are wanted."""
-        return self.units is None or unit in self.units
-
-
-@dataclass
-class Frame:
-    """One node that is running: its keys and templates, the unit and block that it belongs to.
-
-    args: its positional inputs. inputs: those that no key judges. called: it has called other
-    nodes; received: memory of what these gave it. recorded: its results are wanted.
-    """
-
-    spec: NodeSpec
-    templates: dict[str, Any]
-    keys: tuple[str | None, ...]
-    unit: str
-    block: str
-    args: tuple[Any, ...]
-    inputs: tuple[ValueRef, ...]
-    recorded: bool
-    called: bool = False
-    received: set[int] = field(default_factory=set)
-    started: float = field(default_factory=time.perf_counter)
-
-    @property
-    def label(self) -> str:
-        """What a person calls the node."""
-        return label(self.spec, self.templates)
-
-
-@dataclass(frozen=True)
-class Judged:
-    """One returned value: its comparison, the inner value that it judges, and what is handed on."""
-
-    comparison: Comparison | None
-    judges: ValueRef | None
-    value: Any
 
 
 @dataclass
@@ -105,14 +34,14 @@ class Runtime:
     recording: RecordedTensors
     weights: Weights
     rule: Rule
-    scope: Scope
+    scope: RunScope
     environment: dict[str, str]
     watch: Callable[[str], None] = lambda place: None
     results: list[NodeResult] = field(default_factory=list)
     namespace: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._keys = frozenset(self.recording.specs)
+        self._judge = OutputJudge(self.description, self.recording, self.rule, self.scope)
         self._module = vt_lang(
             {
                 "NodeChecker": self._node_checker,
@@ -123,8 +52,7 @@ class Runtime:
         )
         self._frames: list[Frame] = []
         self._pass, self._outer, self._inner, self._layers_seen = 0, 0, 0, False
-        self._origins = Provenance()
-        self._rounded: set[str] = set()
+        self._provenance = Provenance()
 
     # ---------------------------------------------------------------- loading and calling
 
@@ -132,11 +60,12 @@ class Runtime:
         """Execute the file's top level. VtError where it fails."""
         with surroundings(self._module, self.environment):
             self.namespace = execute(self.description)
+        self._judge.equally_good = self.namespace.get("EQUALLY_GOOD", {})
 
     def run_pass(self, number: int, node: str, *args: Any) -> str | None:
         """Call one of the file's outermost nodes; the reason if it could not be run to its end."""
         self._pass, self._outer, self._inner, self._layers_seen = number, 0, 0, False
-        self._frames, self._origins = [], Provenance()
+        self._frames, self._provenance = [], Provenance()
         with surroundings(self._module, self.environment):
             try:
                 self.namespace[node](*args)
@@ -170,7 +99,7 @@ class Runtime:
             raise VtError(f"{name}: weight {key} is not in the checkpoint") from None
 
     def _activation(self, key: str) -> Tensor:
-        if key not in self._keys:
+        if key not in self._judge.keys:
             raise NodeFailed(f"{key} is not in the recording")
         return self.recording.read(key)
 
@@ -191,14 +120,14 @@ class Runtime:
             self._outer, self._inner = self._outer + 1, 0
             self._stop_behind_last_layer(frame.unit)
             if not self._has_to_run(frame):
-                return self._from_recording(frame.keys)
+                return self._judge.from_recording(frame.keys)
         self._frames.append(frame)
         try:
             return self._run(frame, function, kwargs)
         finally:
             self._frames.pop()
             if outermost:
-                self._origins.forget_inner()
+                self._provenance.forget_inner()
 
     def _frame(self, spec: NodeSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
         for name in spec.templates:
@@ -217,7 +146,7 @@ class Runtime:
             unit=unit,
             block=own or (outer.block if outer else ""),
             args=args,
-            inputs=self._origins.of_all((*args, *kwargs.values())),
+            inputs=self._provenance.of_all((*args, *kwargs.values())),
             recorded=outer.recorded if outer else self.scope.asks_for(unit),
         )
 
@@ -240,7 +169,7 @@ class Runtime:
             return False
         if self.scope.asks_for(frame.unit) or not frame.keys:
             return True
-        return any(key is None or key not in self._keys for key in frame.keys)
+        return any(key is None or key not in self._judge.keys for key in frame.keys)
 
     def _run(self, frame: Frame, function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         try:
@@ -262,7 +191,7 @@ class Runtime:
             if not frame.keys:
                 self._finish(frame, [])
                 return result
-            judged = self._judge_all(frame, result, weights)
+            judged = self._judge.judge_all(frame, result, weights, self._provenance)
         self._finish(frame, judged)
         handed = tuple(j.value for j in judged)
         return handed if isinstance(result, tuple) else handed[0]
@@ -287,102 +216,18 @@ class Runtime:
                 else:
                     self.namespace[name] = value
 
-    # ---------------------------------------------------------------- judging what it gave
-
-    def _judge_all(self, frame: Frame, result: Any, weights: dict[str, Tensor]) -> list[Judged]:
-        values = result if isinstance(result, tuple) else (result,)
-        if len(values) != len(frame.keys):
-            problem = f"gives {len(values)} values, declares {len(frame.keys)}"
-            raise self.description.error(frame.spec, problem)
-        choice = self._same_choice(frame, weights)
-        return [
-            self._judge(frame, key, value, choice, weights)
-            for key, value in zip(frame.keys, values, strict=True)
-        ]
-
-    def _judge(
-        self,
-        frame: Frame,
-        key: str | None,
-        value: Any,
-        choice: SameChoice | None,
-        weights: dict[str, Tensor],
-    ) -> Judged:
-        if key is None:
-            return Judged(None, None, value)
-        if not isinstance(value, Tensor):
-            problem = f"gives {type(value).__name__} for {key}, not a tensor"
-            raise self.description.error(frame.spec, problem)
-        inner = self._origins.of(value)
-        if key not in self._keys:
-            return Judged(self._absent(frame, key), inner, value)
-        recorded = self.recording.read(key)
-        loose = frame.unit in self._rounded
-        found = compare(key, value, recorded, self.rule, loose=loose, same_choice=choice)
-        if found.fails:
-            found = other_rows(found, recorded, weights, frame.args)
-        on = value if self.scope.chained else self._hand_on(frame.unit, value, recorded)
-        return Judged(found, inner, on)
-
-    def _absent(self, frame: Frame, key: str) -> Comparison:
-        if self.scope.partial:
-            return Comparison(key, "unrecorded")
-        known = self.scope.known
-        if known is not None and generic(key) not in known:
-            raise self.description.error(frame.spec, f"output {key} is in no recording")
-        return Comparison(key, "missing")
-
-    def _hand_on(self, unit: str, value: Tensor, recorded: Tensor) -> Tensor:
-        """The recorded value in the computed one's form, where it has that form at all."""
-        if value.shape != recorded.shape:
-            return value
-        if not value.is_floating_point():
-            return value if recorded.is_floating_point() else recorded.to(value.dtype)
-        recorded = recorded.to(torch.float32)
-        if value.dtype == torch.bfloat16:
-            return recorded.to(torch.bfloat16) if bf16_valued(recorded) else recorded
-        same = value.to(torch.float32) == recorded
-        if bool(same.all()):
-            return value
-        self._rounded.add(unit)
-        return torch.where(same, value, recorded.to(value.dtype))
-
-    def _same_choice(self, frame: Frame, weights: dict[str, Tensor]) -> SameChoice | None:
-        """What the file offers for choices that may differ and be as good (`EQUALLY_GOOD`)."""
-        offered = self.namespace.get("EQUALLY_GOOD", {}).get(frame.spec.name)
-        if offered is None:
-            return None
-
-        def judged(computed: Tensor, recorded: Tensor) -> bool:
-            try:
-                return bool(offered(frame.args, weights, computed, recorded))
-            except Exception:  # a damaged table may point anywhere; it is then no equal choice
-                return False
-
-        return judged
+    # ---------------------------------------------------------------- a node that fails
 
     def _give_up(self, frame: Frame, status: Literal["error", "unjudged"], reason: str) -> Any:
         """A node that could not be computed: go on with what is recorded of it, if all of it is."""
-        found = [Comparison(k, status, note=reason) for k in frame.keys if k in self._keys]
-        found += [self._absent(frame, k) for k in frame.keys if k and k not in self._keys]
+        found = [Comparison(k, status, note=reason) for k in frame.keys if k in self._judge.keys]
+        found += [
+            self._judge.absent(frame, k) for k in frame.keys if k and k not in self._judge.keys
+        ]
         self._finish(frame, [Judged(comparison, None, None) for comparison in found])
-        if not frame.keys or any(key not in self._keys for key in frame.keys):
+        if not frame.keys or any(key not in self._judge.keys for key in frame.keys):
             raise NodeFailed(f"{frame.label}: {reason}")
-        return self._from_recording(frame.keys)
-
-    def _from_recording(self, keys: tuple[str | None, ...]) -> Any:
-        values = [self._recorded_value(key) for key in keys]
-        return values[0] if len(values) == 1 else tuple(values)
-
-    def _recorded_value(self, key: str | None) -> Tensor | None:
-        """A recorded value as the model holds it: BF16 where it is a BF16 value."""
-        if key is None or key not in self._keys:
-            return None
-        recorded = self.recording.read(key)
-        if not recorded.is_floating_point():
-            return recorded
-        recorded = recorded.to(torch.float32)
-        return recorded.to(torch.bfloat16 if bf16_valued(recorded) else torch.float64)
+        return self._judge.from_recording(frame.keys)
 
     # ---------------------------------------------------------------- putting it on record
 
@@ -421,9 +266,9 @@ class Runtime:
         for position, value in enumerate(values):
             if not isinstance(value, Tensor) or self._is_judged(judged[position]):
                 continue
-            if memory(value) not in frame.received and self._origins.of(value) is None:
+            if memory(value) not in frame.received and self._provenance.of(value) is None:
                 unkeyed.append(position)
-                self._origins.add(value, ValueRef(order, position), depth)
+                self._provenance.add(value, ValueRef(order, position), depth)
         if depth > 1:
             self._frames[-2].received |= {memory(v) for v in values if isinstance(v, Tensor)}
         return tuple(unkeyed)

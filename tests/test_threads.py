@@ -1,4 +1,4 @@
-"""Threads and pieces decide when something is computed, never what."""
+"""Thread count and piece size change no bits; order of results; prefetch without waiting."""
 
 import json
 import threading
@@ -160,7 +160,7 @@ class Reader:
             self.last.set()
 
 
-def test_announcing_does_not_wait_and_leaves_out_what_was_read() -> None:
+def test_prefetch_does_not_wait_and_leaves_out_what_was_read() -> None:
     """The first announcement blocks the disk's thread alone; b is read meanwhile, c is not."""
     reader = Reader()
     with PrefetchingWeights(reader) as weights:

@@ -1,0 +1,65 @@
+"""Conversion of checkpoint tensors to numpy and back, and the comparison of FP32 sums.
+
+Shared by the modules that check recorded values against weights (`weights`, `products`,
+`coefficients`) and by the kernel tests (`kernels`). Left out: which weight belongs to which key.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from v4tool.check.bits import F64, Bits, number
+from v4tool.check.findings import Findings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ULPS = 1
+"""How far apart two FP32 values may be that were rounded from sums in another order (SPEC 8)."""
+
+
+def bits_of(values: "Tensor") -> Bits:
+    """A BF16 tensor as bits."""
+    import torch
+
+    return values.contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+def numbers(values: "Tensor") -> F64:
+    """A BF16 or FP32 tensor in binary64."""
+    return np.asarray(values.double().numpy())
+
+
+def tensor(bits: Bits) -> "Tensor":
+    """Bits as a BF16 tensor."""
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(bits).view(np.int16)).view(torch.bfloat16)
+
+
+def acc_equal(
+    findings: Findings,
+    rule: str,
+    key: str,
+    found: npt.NDArray[np.float32],
+    expected: F64,
+    size: F64,
+    of: Sequence[str],
+) -> None:
+    """FP32 values rounded from binary64 sums: within 1 ulp, or within the last bits of the
+    terms' sizes.
+    """
+    findings.applied(rule, [key, *of], found.size)
+    gap = np.abs(found.astype(np.float64) - expected)
+    allowed = np.maximum(ULPS * np.spacing(np.abs(found)).astype(np.float64), 1e-14 * size)
+    wrong = np.flatnonzero(~(gap <= allowed).reshape(-1))
+    if wrong.size:
+        i = int(wrong[0])
+        findings.report(
+            key, rule,
+            f"{number(expected.reshape(-1)[i])} at {findings.place(key, i, found.shape)} "
+            f"(from {', '.join(of)})",
+            f"{number(found.reshape(-1)[i])}; {wrong.size} of {found.size} values differ",
+        )  # fmt: skip
