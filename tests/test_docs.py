@@ -13,6 +13,7 @@ from v4tool.cli import app
 from v4tool.profiles import load
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 COMMANDS = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
 
 
@@ -79,3 +80,22 @@ def in_tree(file: Path, tree: str) -> bool:
 def test_the_readme_names_every_case() -> None:
     cases = load("nano", options={}, environ={}).cases
     assert [case.id for case in cases if f"`{case.id}`" not in README] == []
+
+
+def test_the_picture_of_the_architecture_names_the_packages() -> None:
+    picture = re.search(r"```mermaid\n(.*?)```", ARCHITECTURE, re.S)
+    assert picture is not None
+    named = set(re.findall(r'\b(\w+)\["\1"\]', picture[1]))
+    package = ROOT / "src" / "v4tool"
+    packages = {p.parent.name for p in package.glob("*/*.py")} - {"commands"}
+    assert packages <= named
+    assert [
+        n for n in named if not (package / n).is_dir() and not (package / f"{n}.py").exists()
+    ] == []
+
+
+def test_every_relative_link_of_the_documents_leads_somewhere() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    links = [(p, m) for p in pages for m in re.findall(r"\]\(([^)#:]+)\)", p.read_text("utf-8"))]
+    assert len(links) > 10
+    assert [str(p) for p, link in links if not (p.parent / link).exists()] == []
