@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from v4tool import dump as dumping
+from v4tool import dumping
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.commands.options import checkpoint_directory
 from v4tool.names import EXPERT_OUTPUTS, Keys, generic, is_expert, layer_of, pass_of, recording_keys

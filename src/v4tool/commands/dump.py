@@ -62,7 +62,7 @@ def dump(
     quiet: QuietOption = False,
 ) -> None:
     """Record every module's output for one or several prompts, all in one pass over the weights."""
-    from v4tool import dump as dumping
+    from v4tool import dumping
     from v4tool.profiles import parse_ids
     from v4tool.report.progress import DumpProgress
 

@@ -16,7 +16,7 @@ from v4tool.errors import InputError
 if TYPE_CHECKING:
     from v4tool.checkpoint.shards import Checkpoint
     from v4tool.config import ModelConfig
-    from v4tool.dump import Selection
+    from v4tool.dumping import Selection
     from v4tool.profiles import Case, Profile
 
 ProfileOption = Annotated[
@@ -137,7 +137,7 @@ def with_decode(case: "Case", steps: int | None, ids: tuple[int, ...]) -> "Case"
 
 def selection_of(only: list[str] | None, layers: str | None, mtp: bool) -> "Selection":
     """What --only, --layers and --no-mtp leave to record."""
-    from v4tool.dump import Selection
+    from v4tool.dumping import Selection
     from v4tool.names import parse_layers
 
     try:
