@@ -23,6 +23,22 @@ class Weights(Protocol):
     def __call__(self, key: str) -> Tensor: ...
 
 
+class Recorded(Protocol):
+    """Tensors under keys of a recording, read one at a time.
+
+    specs: key -> (dtype, shape); metadata: the recording's.
+    """
+
+    specs: Any
+    metadata: dict[str, str]
+
+    def __contains__(self, key: object) -> bool: ...
+
+    def read(self, key: str) -> Tensor:
+        """One tensor, the caller's own; KeyError where there is none."""
+        ...
+
+
 class RecordedTensors:
     """A recording's tensors, each a copy; the file is mapped anew every `AT_ONCE` bytes.
 
