@@ -123,9 +123,27 @@ def _without(*names: str) -> Callable[[Namespace], Replacements]:
 RELEASE = "as the release"
 QUANTISED = frozenset({"q_linear", "expert_down"})
 ROUNDED = frozenset(
-    "rms_norm q_linear hc_pre hc_post hc_head rope rope_back head_rms attn_kv compressor_pool "
-    "compressor_out index_compressor_out index_weights index_score sparse_attn output_groups "
-    "expert_down moe mtp_join".split()
+    [
+        "rms_norm",
+        "q_linear",
+        "hc_pre",
+        "hc_post",
+        "hc_head",
+        "rope",
+        "rope_back",
+        "head_rms",
+        "attn_kv",
+        "compressor_pool",
+        "compressor_out",
+        "index_compressor_out",
+        "index_weights",
+        "index_score",
+        "sparse_attn",
+        "output_groups",
+        "expert_down",
+        "moe",
+        "mtp_join",
+    ]
 )
 
 AXES = (

@@ -2,14 +2,15 @@
 
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.diff.judge import DiffJob, run
+from v4tool.diff.maps import Candidate
 from v4tool.diff.results import DiffResult
 from v4tool.diff.search import find_arithmetic
 from v4tool.diff.verdict import find_verdict, judged, operator_rows
-from v4tool.verify.tensors import Recorded, decode_steps
+from v4tool.verify.tensors import decode_steps
 
 
 def diff_candidate(
-    candidate: Recorded,
+    candidate: Candidate,
     checkpoint: Checkpoint,
     *,
     name: str = "",
@@ -36,5 +37,6 @@ def diff_candidate(
         operators=operator_rows(arithmetic, residues, final.nodes),
         residues=residues,
         verdict=find_verdict(job, arithmetic, residues, final.nodes),
+        unmatched=tuple(candidate.unmatched),
         unjudged=tuple(sorted(set(candidate.specs) - reached - ids)),
     )
