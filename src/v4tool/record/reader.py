@@ -1,30 +1,37 @@
 """A recording read lazily: its keys and shapes at once, a tensor when it is asked for.
 
-Left out: whether what is in the file is right. That is for `check`; here a file only has to be
-readable.
+torch is imported only when a torch tensor is asked for. Left out: whether what is in the file is
+right. That is for `check`; here a file only has to be readable.
 """
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from v4tool.errors import RecordingError
+from v4tool.names import ITEMSIZE
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Recording:
-    """An open recording. Attributes: `path`, `metadata` (strings), `specs` (key -> (dtype,
+    """An open recording: `recording[key]` is a NumPy array, `recording.torch(key)` a torch tensor.
+
+    A context manager. Attributes: `path`, `metadata` (strings), `specs` (key -> (safetensors dtype,
     shape)).
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = safe_open(str(path), framework="pt")
+            self._file = safe_open(str(path), framework="np")
         except FileNotFoundError:
             raise RecordingError(f"{path}: no such recording") from None
         except (SafetensorError, OSError) as error:
@@ -61,12 +68,27 @@ class Recording:
     def __contains__(self, key: object) -> bool:
         return key in self.specs
 
-    def read(self, key: str) -> Tensor:
-        """One tensor, a copy. KeyError if the recording has no such key."""
-        if key not in self.specs:
-            raise KeyError(key)
-        value: Tensor = self._file.get_tensor(key)
+    def __getitem__(self, key: str) -> npt.NDArray[Any]:
+        """One tensor as a NumPy array of its own: float32, int32 or int64.
+
+        KeyError if the recording has no such key; RecordingError if it cannot be read, or has
+        another dtype than a recording's.
+        """
+        dtype, _ = self.specs[key]
+        if dtype not in ITEMSIZE:
+            wanted = ", ".join(ITEMSIZE)
+            raise RecordingError(f"{self.path}: {key}: expected one of {wanted}, found {dtype}")
+        try:
+            value: npt.NDArray[Any] = np.asarray(self._file.get_tensor(key))
+        except (SafetensorError, OSError) as error:
+            raise RecordingError(f"{self.path}: {key}: cannot be read: {error}") from None
         return value
+
+    def torch(self, key: str) -> "Tensor":
+        """One tensor as a torch tensor of its own; dtypes and errors as of `recording[key]`."""
+        import torch
+
+        return torch.from_numpy(self[key])
 
     @property
     def input_ids(self) -> list[int]:
