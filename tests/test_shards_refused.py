@@ -105,6 +105,11 @@ def twice(d: Path) -> None:
     save(d / EMBED, load(d / EMBED) | {"norm.weight": norm})
 
 
+def unknown_without_index(d: Path) -> None:
+    edit(d, lambda n, t: {n: t, f"{n}_2": t} if n == "norm.weight" else {n: t})
+    (d / INDEX).unlink()
+
+
 def alone(d: Path) -> None:
     """Keep nothing but a GGUF file."""
     for path in d.iterdir():
@@ -252,8 +257,13 @@ OPENING = [
     ),
     (
         "unexpected",
-        lambda d: edit(d, lambda n, t: {n: t, f"{n}_2": t} if n == "norm.weight" else {n: t}),
+        unknown_without_index,
         "1 unexpected tensor: norm.weight_2",
+    ),
+    (
+        "misnamed",
+        renamed(lambda n: "final.weight" if n == "norm.weight" else n),
+        "1 missing tensor: norm.weight; 1 unexpected tensor: final.weight",
     ),
     (
         "dtype",

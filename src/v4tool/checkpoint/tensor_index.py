@@ -25,11 +25,14 @@ _SHOWN = 4
 class TensorIndex:
     """What a directory holds: headers by file, file by tensor, what is wrong, what is
     remarkable.
+
+    listed: the names in the index; empty where there is none.
     """
 
     directory: Path
     headers: dict[str, Header] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    listed: frozenset[str] = frozenset()
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -154,20 +157,21 @@ def _match(out: TensorIndex, weight_map: dict[str, str] | None) -> None:
     """Settle which file each tensor is read from; the index and the headers must say the same."""
     twice = []
     for file, header in out.headers.items():
-        for name in header.tensors:
-            if name in out.files:
+        for name, entry in header.tensors.items():
+            if name in out.files and entry.nbytes:
                 twice.append(f"{name} ({out.files[name]}, {file})")
             out.files[name] = file
     _complain(out, "in two shards", twice)
     if weight_map is None:
         return
+    out.listed = frozenset(weight_map)
     absent = [
         f"{name} (not in {file})"
         for name, file in weight_map.items()
         if file in out.headers and name not in out.headers[file].tensors
     ]
     _complain(out, "in the index but not in their shard", absent)
-    extra = [name for name in out.files if name not in weight_map]
+    extra = [name for name in out.files if name not in weight_map and out.entry(name).nbytes]
     _complain(out, "in a shard but not in the index", extra)
 
 

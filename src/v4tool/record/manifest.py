@@ -160,6 +160,17 @@ class Manifest(_Frozen):
             return pending
         return self.cases.get(case_id)
 
+    @classmethod
+    def entry_beside(cls, recording: Path, case_id: str | None = None) -> Entry | None:
+        """A recording's entry in the manifest of its directory; by file name if no case is named.
+
+        RecordingError if the manifest is damaged.
+        """
+        manifest = cls.load(recording.parent)
+        named = (id for id, entry in manifest.cases.items() if entry.file == recording.name)
+        case_id = case_id if case_id is not None else next(named, None)
+        return None if case_id is None else manifest.entry_of(case_id, recording)
+
     def text(self) -> str:
         """The manifest as JSON with one line a field."""
         parts = [f'"format": {self.format}', f'"semantics": {_fields_of(self.semantics, 2)}']
