@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from v4tool import dumping
+from v4tool.checkpoint.directory import open_checkpoint
 from v4tool.checkpoint.shards import Checkpoint
-from v4tool.commands.options import checkpoint_directory
 from v4tool.names import EXPERT_OUTPUTS, Keys, generic, is_expert, layer_of, pass_of, recording_keys
 from v4tool.profiles import Profile, load
 from v4tool.record.reader import Recording
@@ -24,7 +24,7 @@ def nano() -> Profile:
 
 @pytest.fixture(scope="module")
 def checkpoint(nano: Profile) -> Iterator[Checkpoint]:
-    with Checkpoint.open(checkpoint_directory(nano, quiet=True)) as opened:
+    with open_checkpoint(nano, remark=lambda _: None) as opened:
         yield opened
 
 

@@ -25,6 +25,7 @@ from tests.shard_files import (
     save,
     write,
 )
+from v4tool.check.port import structure
 from v4tool.checkpoint import shards
 from v4tool.checkpoint.inspection import inspect
 from v4tool.checkpoint.layout import layout
@@ -315,6 +316,55 @@ def test_beyond_4_gib(tmp_path: Path) -> None:
             bytes(raw(checkpoint.read_rows("embed.weight", 19_000_000, 19_000_001)).numpy()) == row
         )
         assert bytes(raw(checkpoint.read("norm.weight")).numpy()) == row
+
+
+NOTE = "not part of the layout, not read"
+
+
+def last_in_shards(ckpt: Path, extra: dict[str, Stored], count: int = 1) -> None:
+    """Put tensors behind the others of the first `count` shards."""
+    for path in sorted(ckpt.glob("*.safetensors"))[:count]:
+        save(path, load(path) | extra)
+
+
+def list_all(ckpt: Path) -> None:
+    """Let the index name every tensor that the shards hold."""
+    edit(ckpt, lambda name, t: {name: t})
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "F32"])
+@pytest.mark.parametrize("listed", [True, False])
+def test_an_empty_tensor_is_a_note(ckpt: Path, mini: Checkpoint, dtype: str, listed: bool) -> None:
+    """Quantisers leave markers of shape [0]; one may stand in every shard."""
+    last_in_shards(ckpt, {"scaled_fp8": Stored(dtype, [0], b"")}, count=8)
+    if listed:
+        list_all(ckpt)
+    with Checkpoint.open(ckpt) as checkpoint:
+        assert checkpoint.notes == [f"1 extra tensor: scaled_fp8: {NOTE}"]
+        assert torch.equal(checkpoint.read(WEIGHT), mini.read(WEIGHT))
+        with pytest.raises(CheckpointError, match="there is no tensor scaled_fp8"):
+            checkpoint.read("scaled_fp8")
+
+
+def test_unknown_tensors_that_the_index_lists_are_a_note(ckpt: Path, mini: Checkpoint) -> None:
+    """Also one of zeros at a shard's end: only the layout's weights tell of a download."""
+    extra = {f"layers.0.zero_point.{i}": Stored("I8", [9000], bytes(9000)) for i in range(5)}
+    last_in_shards(ckpt, extra)
+    list_all(ckpt)
+    first = ", ".join(list(extra)[:4])
+    with Checkpoint.open(ckpt) as checkpoint:
+        assert checkpoint.notes == [f"5 extra tensors: {first} and 1 more: {NOTE}"]
+        assert checkpoint.specs == mini.specs
+    rows = {row.name: row.status for row in inspect(ckpt)}
+    assert {rows.pop(name) for name in extra} == {"extra"}
+    assert set(rows.values()) == {"ok"}
+    assert structure(ckpt) == "508 tensors, all of the layout and 5 that it does not know"
+
+
+def test_unknown_tensors_that_the_index_does_not_list_are_refused(ckpt: Path) -> None:
+    last_in_shards(ckpt, {"a": Stored("F32", [1], b"abcd")})
+    with pytest.raises(CheckpointError, match="1 tensor in a shard but not in the index: a"):
+        Checkpoint.open(ckpt)
 
 
 # ---- fingerprint

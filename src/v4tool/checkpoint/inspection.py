@@ -1,13 +1,14 @@
 """A checkpoint's tensors against those that its configuration asks for (SPEC section 2).
 
-Deviations that mean the same numbers are accepted and noted (scales in F32, `tid2eid` in I32);
-all others are counted by kind and named, and where a known variant explains them the message says
-so: other dialects' names, the Base checkpoint's FP8 experts, the DSpark re-release's mtp blocks.
-Nothing is renamed, filled in or guessed. Left out: the payload's values (`shards.py` looks at
-them when it reads).
+Deviations that mean the same numbers are accepted and noted (scales in F32, `tid2eid` in I32).
+So are tensors that the layout does not know, in a checkpoint that has all of the layout's, if they
+are empty or the index lists them. All other deviations are counted by kind and named, and where a
+known variant explains them the message says so: other dialects' names, the Base checkpoint's FP8
+experts, the DSpark re-release's mtp blocks. Nothing is renamed, filled in or guessed. Left out: the
+payload's values (`shards.py` looks at them when it reads).
 """
 
-from collections.abc import Iterator
+from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,7 +18,8 @@ from v4tool.checkpoint.layout import TensorSpec, layout
 from v4tool.checkpoint.tensor_index import TensorIndex, catalogue, some
 from v4tool.config import ModelConfig
 
-Status = Literal["ok", "missing", "unexpected", "different"]
+Status = Literal["ok", "missing", "unexpected", "different", "extra"]
+"""`extra`: unknown to the layout but harmless, `unexpected`: unknown and a reason to refuse."""
 
 ACCEPTED = {("F8_E8M0", "F32"), ("I64", "I32")}
 """(expected, found) dtypes for the same numbers; F32 scales are checked when they are read."""
@@ -25,7 +27,7 @@ ACCEPTED = {("F8_E8M0", "F32"), ("I64", "I32")}
 
 @dataclass(frozen=True, slots=True)
 class TensorStatus:
-    """One row: `spec` is None for an unexpected tensor, `found` for a missing one."""
+    """One row: `spec` is None for an unexpected or extra tensor, `found` for a missing one."""
 
     name: str
     spec: TensorSpec | None
@@ -50,31 +52,39 @@ def inspect(directory: Path | str, config: ModelConfig | None = None) -> list[Te
     """
     found = catalogue(directory)
     config = config or ModelConfig.from_file(found.directory / "config.json")
-    return list(_rows(layout(config), found.entries()))
+    return _rows(layout(config), found.entries(), found.listed)
 
 
 def compare(found: TensorIndex, config: ModelConfig, *, mtp: bool = True) -> Comparison:
     """Compare a directory with the layout; without `mtp`, whatever is named `mtp.*` is left out."""
     specs, entries = layout(config), found.entries()
     if mtp:
-        return _judge(Comparison(specs, _mtp_problems(config, entries)), entries)
+        return _judge(Comparison(specs, _mtp_problems(config, entries)), entries, found.listed)
     main = {name: spec for name, spec in specs.items() if not _is_mtp(name)}
     kept = {name: entry for name, entry in entries.items() if not _is_mtp(name)}
     left = len(entries) - len(kept)
     notes = [f"{left} tensors of mtp.* are left out"] if left else []
-    return _judge(Comparison(main, notes=notes), kept)
+    return _judge(Comparison(main, notes=notes), kept, found.listed)
 
 
 def _is_mtp(name: str) -> bool:
     return name.startswith("mtp.")
 
 
-def _rows(specs: dict[str, TensorSpec], entries: dict[str, Entry]) -> Iterator[TensorStatus]:
-    for name, spec in specs.items():
-        found = entries.get(name)
-        yield TensorStatus(name, spec, _status(spec, found), found)
+def _rows(
+    specs: dict[str, TensorSpec], entries: dict[str, Entry], listed: Set[str]
+) -> list[TensorStatus]:
+    out = [
+        TensorStatus(name, spec, _status(spec, entries.get(name)), entries.get(name))
+        for name, spec in specs.items()
+    ]
+    # beside a missing or different tensor an unknown one may be the same under another name
+    whole = all(row.status == "ok" for row in out)
     for name in sorted(entries.keys() - specs.keys()):
-        yield TensorStatus(name, None, "unexpected", entries[name])
+        harmless = whole and (name in listed or not entries[name].nbytes)
+        status: Status = "extra" if harmless else "unexpected"
+        out.append(TensorStatus(name, None, status, entries[name]))
+    return out
 
 
 def _status(spec: TensorSpec, found: Entry | None) -> Status:
@@ -99,20 +109,21 @@ def _mtp_problems(config: ModelConfig, entries: dict[str, Entry]) -> list[str]:
     return [f"MTP cannot be computed, only the main model can: {reason}"] if reason else []
 
 
-def _judge(out: Comparison, entries: dict[str, Entry]) -> Comparison:
+def _judge(out: Comparison, entries: dict[str, Entry], listed: Set[str]) -> Comparison:
     """Add what the rows say; rows of mtp.* are left out where its design is the complaint."""
-    wrong: dict[str, list[TensorStatus]] = {"missing": [], "unexpected": [], "different": []}
-    in_f32 = 0
-    for row in _rows(out.specs, entries):
-        if row.status == "ok":
-            in_f32 += _is_f32_scale(row)
-        elif not (out.problems and _is_mtp(row.name)):
-            wrong[row.status].append(row)
-    out.problems += _dialects(wrong["unexpected"])
-    out.problems += _named("missing", wrong["missing"]) + _named("unexpected", wrong["unexpected"])
-    out.problems += _differences(wrong["different"])
-    if in_f32:
+    rows = [
+        row for row in _rows(out.specs, entries, listed) if not (out.problems and _is_mtp(row.name))
+    ]
+    missing, unexpected, different, extra = (
+        [row for row in rows if row.status == status]
+        for status in ("missing", "unexpected", "different", "extra")
+    )
+    out.problems += _dialects(unexpected)
+    out.problems += _named("missing", missing) + _named("unexpected", unexpected)
+    out.problems += _differences(different)
+    if in_f32 := sum(map(_is_f32_scale, rows)):
         out.notes.append(f"{in_f32} scales are stored in F32 and read as powers of two")
+    out.notes += [f"{line}: not part of the layout, not read" for line in _named("extra", extra)]
     return out
 
 

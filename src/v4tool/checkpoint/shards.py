@@ -19,7 +19,7 @@ from torch import Tensor
 
 from v4tool.checkpoint.header import Entry
 from v4tool.checkpoint.inspection import compare
-from v4tool.checkpoint.layout import TensorSpec
+from v4tool.checkpoint.layout import TensorSpec, layout
 from v4tool.checkpoint.payload import PROBE, check_experts, never_zero, scale_codes, zero_tails
 from v4tool.checkpoint.tensor_index import TensorIndex, catalogue
 from v4tool.config import ModelConfig
@@ -86,7 +86,7 @@ class Checkpoint:
         found = catalogue(directory)
         config = config or ModelConfig.from_file(found.directory / "config.json")
         if not found.problems:
-            found.problems += zero_tails(found)
+            found.problems += zero_tails(found, layout(config))
         result = compare(found, config, mtp=mtp)
         # what a missing or damaged file should have held needs no second complaint
         problems = found.problems or result.problems

@@ -1,7 +1,6 @@
-"""A recording read lazily: its keys and shapes at once, a tensor when it is asked for.
+"""Lazy reader of a recording: metadata, dtypes and shapes when it is opened, a tensor on request.
 
-Left out: whether what is in the file is right. That is for `check`; here a file only has to be
-readable.
+Left out: whether the contents are right, which `check` decides; the file only has to be readable.
 """
 
 import json
@@ -17,8 +16,10 @@ from v4tool.errors import RecordingError
 
 
 class Recording:
-    """An open recording. Attributes: `path`, `metadata` (strings), `specs` (key -> (dtype,
-    shape)).
+    """An open recording; use as a context manager.
+
+    path: of the file. metadata: strings of `__metadata__`. specs: key -> (safetensors dtype,
+    shape). RecordingError if it is not a readable safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +63,7 @@ class Recording:
         return key in self.specs
 
     def read(self, key: str) -> Tensor:
-        """One tensor, a copy. KeyError if the recording has no such key."""
+        """One tensor in its recorded dtype and shape. KeyError if the recording has no such key."""
         if key not in self.specs:
             raise KeyError(key)
         value: Tensor = self._file.get_tensor(key)
@@ -70,12 +71,12 @@ class Recording:
 
     @property
     def input_ids(self) -> list[int]:
-        """The prompt's ids as the metadata states them; RecordingError if it does not."""
+        """The prompt's token ids from the metadata; RecordingError if missing or no list."""
         return self._ids("input_ids", required=True)
 
     @property
     def decode_ids(self) -> list[int]:
-        """The ids of the decode steps as the metadata states them; none where it does not."""
+        """The decode steps' token ids from the metadata; empty if it has none."""
         return self._ids("decode_ids", required=False)
 
     def _ids(self, field: str, *, required: bool) -> list[int]:
