@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from v4tool.errors import CheckpointError
+from v4tool.file_kinds import PEEK, not_safetensors
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
@@ -75,9 +76,12 @@ def read_header(path: Path) -> Header:
 
 def _raw_header(path: Path) -> tuple[bytes, int]:
     size = path.stat().st_size
-    if size < 8:
-        raise ValueError(f"expected a safetensors file, found {size} bytes")
     with path.open("rb") as f:
+        if other := not_safetensors(f.read(PEEK)):
+            raise ValueError(f"expected a safetensors file, found {other}")
+        if size < 8:
+            raise ValueError(f"expected a safetensors file, found {size} bytes")
+        f.seek(0)
         length = int.from_bytes(head := f.read(8), "little")
         if length > size - 8:
             raise ValueError(f"its header should take {length} bytes, only {size - 8} follow")

@@ -1,7 +1,7 @@
-"""A recording read lazily: its keys and shapes at once, a tensor when it is asked for.
+"""Lazy reader of a recording: metadata, dtypes and shapes when it is opened, a tensor on request.
 
-torch is imported only when a torch tensor is asked for. Left out: whether what is in the file is
-right. That is for `check`; here a file only has to be readable.
+Left out: whether the contents are right, which `check` decides; the file only has to be readable.
+torch is imported only when a torch tensor is asked for.
 """
 
 import json
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """An open recording: `recording[key]` is a NumPy array, `recording.torch(key)` a torch tensor.
+    """An open recording; use as a context manager.
 
-    A context manager. Attributes: `path`, `metadata` (strings), `specs` (key -> (safetensors dtype,
-    shape)).
+    `recording[key]` is a NumPy array, `recording.torch(key)` a torch tensor, read on request.
+    path: of the file. metadata: strings of `__metadata__`. specs: key -> (safetensors dtype,
+    shape). RecordingError if it is not a readable safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,12 +93,12 @@ class Recording:
 
     @property
     def input_ids(self) -> list[int]:
-        """The prompt's ids as the metadata states them; RecordingError if it does not."""
+        """The prompt's token ids from the metadata; RecordingError if missing or no list."""
         return self._ids("input_ids", required=True)
 
     @property
     def decode_ids(self) -> list[int]:
-        """The ids of the decode steps as the metadata states them; none where it does not."""
+        """The decode steps' token ids from the metadata; empty if it has none."""
         return self._ids("decode_ids", required=False)
 
     def _ids(self, field: str, *, required: bool) -> list[int]:
