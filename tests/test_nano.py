@@ -109,7 +109,7 @@ def test_experts_come_in_fours_and_are_those_that_the_gate_names(
     recording = recordings["prompt32"]
     keys = set(recording.keys())
     for layer in range(checkpoint.config.n_layers):
-        chosen = recording.read(f"layers.{layer}.ffn.gate.out.1")
+        chosen = recording.torch(f"layers.{layer}.ffn.gate.out.1")
         for expert in range(checkpoint.config.n_routed_experts):
             rows = int((chosen == expert).sum())
             names = [f"layers.{layer}.ffn.experts.{expert}.{o}" for o in EXPERT_OUTPUTS]
@@ -119,7 +119,7 @@ def test_experts_come_in_fours_and_are_those_that_the_gate_names(
 
 def test_values_are_finite(recordings: dict[str, Recording]) -> None:
     recording = recordings["prompt129"]
-    bad = [k for k in recording if not torch.isfinite(recording.read(k)).all()]
+    bad = [k for k in recording if not torch.isfinite(recording.torch(k)).all()]
     assert bad == []
 
 
@@ -144,7 +144,7 @@ def test_long_prompt(nano: Profile, checkpoint: Checkpoint, tmp_path: Path) -> N
         spec, (dtype, shape) = listed[generic(key)], recording.spec(key)
         assert dtype == spec.dtype, key
         assert all(n in (None, m) for n, m in zip(spec.shape, shape, strict=True)), key
-    chosen = recording.read("layers.2.attn.indexer.out")[0]
+    chosen = recording.torch("layers.2.attn.indexer.out")[0]
     assert (chosen[2046] >= 0).sum() == 511
     assert (chosen[2047] >= 0).sum() == 512
     assert (chosen[2099] >= 0).sum() == 512
