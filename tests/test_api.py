@@ -1,4 +1,4 @@
-"""The Python API: the documents' examples, what an import costs, what names mean, what is refused."""
+"""The Python API: the documents' examples, the cost of an import, the names, what is refused."""
 
 import doctest
 import logging
@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,24 +23,23 @@ FENCE = re.compile(r"^```pycon\n(.*?)^```$", re.M | re.S)
 
 
 @pytest.fixture
-def beside_ckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory to work in, with the small checkpoint in `ckpt`, and no V4TOOL_ variables."""
+def beside_ckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Works in a directory with the small checkpoint in `ckpt`, without V4TOOL_ variables."""
     for name in [name for name in os.environ if name.startswith("V4TOOL_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ckpt").symlink_to(CKPT)
-    yield tmp_path
 
 
+@pytest.mark.usefixtures("beside_ckpt")
 @pytest.mark.parametrize("page", ["docs/api.md", "README.md"])
-def test_the_examples_of_the_documents(beside_ckpt: Path, page: str) -> None:
+def test_the_examples_of_the_documents(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     code = "\n".join(FENCE.findall(text))
     test = doctest.DocTestParser().get_doctest(code, {}, page, page, 0)
     assert len(test.examples) >= 5
     said: list[str] = []
-    runner = doctest.DocTestRunner()
-    runner.run(test, out=said.append)
+    doctest.DocTestRunner().run(test, out=said.append)
     assert "".join(said) == ""
 
 
@@ -61,11 +59,9 @@ def test_the_import_is_cheap() -> None:
 @pytest.mark.parametrize(
     "imports",
     [
-        "import v4tool",
         "import v4tool.verify.recording, v4tool.check.recording; import v4tool",
         "import v4tool; import v4tool.verify.recording, v4tool.check.recording",
-        "from v4tool.verify import recording; from v4tool.check import recording; import v4tool",
-        "import v4tool.verify, v4tool.check",
+        "from v4tool.verify import recording; import v4tool",
         "import v4tool.cli; import v4tool",
     ],
 )
@@ -117,7 +113,7 @@ def test_check_without_weights_and_of_other_ids() -> None:
     ids = [251, 247, 122, 75, 79, 301]
     result = v4tool.check(LEN6, CKPT, input_ids=ids, weights=False)
     assert not result.ok
-    assert "input_ids" in {finding.key for finding in result.findings}
+    assert {finding.key for finding in result.findings} == {"__metadata__.input_ids"}
 
 
 def test_verify_of_one_node_and_with_several_processes() -> None:
@@ -187,9 +183,8 @@ def test_remarks_go_to_the_logger(
     profile.write_text(f'[checkpoint]\nconfig = "{CKPT}/config.json"\nsynth = true\n')
     with caplog.at_level(logging.INFO, logger="v4tool"):
         [result] = v4tool.dump(input_ids=[3, 4], profile=profile, out=tmp_path / "a.safetensors")
-    assert [record.message.split(" in ")[0] for record in caplog.records] == [
-        "making the checkpoint of profile tiny",
-        caplog.records[1].message.split(" in ")[0],
-    ]
+    made, tensors = (record.message.split(" in ")[0] for record in caplog.records)
+    assert made == "making the checkpoint of profile tiny"
+    assert re.fullmatch(r"\d+ tensors", tensors)
     assert v4tool.verify(result.path, profile=profile).passed
     assert capsys.readouterr() == ("", "")
