@@ -210,7 +210,7 @@ def test_without_columns_in_the_code_whole_lines_are_shown() -> None:
     """`python -X no_debug_ranges` compiles code that knows its lines alone."""
     program = (
         "import sys, torch, v4tool.config\n"
-        "sys.dont_write_bytecode, sys.pycache_prefix = True, '/nonexistent'  # compile the port anew\n"
+        "sys.dont_write_bytecode, sys.pycache_prefix = True, '/nonexistent'\n"  # compile anew
         "from v4tool.config import ModelConfig\nfrom v4tool.where import lines_of\n"
         f"config = ModelConfig.from_file({str(CKPT / 'config.json')!r})\n"
         "print(lines_of(config, 'layers.0.attn.wq_b.out', 3).port[0].text)"

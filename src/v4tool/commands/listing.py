@@ -31,7 +31,7 @@ listing = typer.Typer(
 
 @listing.command("keys")
 def list_keys(
-    name: Annotated[str | None, typer.Argument(metavar="[KEY]", help="This key alone.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="KEY", help="This key alone.")] = None,
     case: Annotated[str, typer.Option("--case", help="A case of the profile.")] = "baseline6",
     length: Annotated[
         int | None, typer.Option("--length", help="A prompt of so many tokens, not a case.")
