@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from tests.conftest import GOLDEN_MINI
 from v4tool.check import formulas
 from v4tool.check.bits import (
-    between,
-    narrow,
-    order,
-    rounded,
+    equal_values,
+    holds_bf16,
+    ordinals,
     rounding_interval,
-    same,
-    wide,
-    widen,
+    to_bf16,
+    to_f32,
+    to_f64,
+    upper_halves,
 )
 from v4tool.check.value_rules import column_residual, row_residual
-from v4tool.check.weight_bounds import Votes, norm_bounds, sink_bounds
+from v4tool.check.weight_bounds import RowBounds, norm_bounds, sink_bounds
 from v4tool.config import ModelConfig
 from v4tool.names import Step
 
@@ -48,70 +48,70 @@ def bits(*values: int) -> np.ndarray:  # type: ignore[type-arg]
     ],
 )
 def test_rounding(value: float, expected: int, reason: str) -> None:
-    assert rounded(np.array([value]))[0] == expected, reason
+    assert to_bf16(np.array([value]))[0] == expected, reason
 
 
 @given(st.lists(FINITE, min_size=1, max_size=20))
 def test_a_bf16_value_rounds_to_itself(patterns: list[int]) -> None:
     values = bits(*patterns)
-    assert same(rounded(wide(values)), values).all()
-    assert (narrow(wide(values).astype(np.float32)) == values).all()
+    assert equal_values(to_bf16(to_f64(values)), values).all()
+    assert (upper_halves(to_f64(values).astype(np.float32)) == values).all()
 
 
 @given(NORMAL)
 def test_the_interval_of_a_value_is_what_rounds_to_it(pattern: int) -> None:
     value = bits(pattern)
     low, high = (side[0] for side in rounding_interval(value))
-    size = abs(float(wide(value)[0]))
+    size = abs(float(to_f64(value)[0]))
     inside = np.array([low + (high - low) * 1e-4, size, high - (high - low) * 1e-4])
-    assert (rounded(inside) == (pattern & 0x7FFF)).all()
+    assert (to_bf16(inside) == (pattern & 0x7FFF)).all()
     if pattern & 0x7FFF < 0x7F7F:
-        assert rounded(np.array([high * (1 + 1e-6)]))[0] == (pattern & 0x7FFF) + 1
+        assert to_bf16(np.array([high * (1 + 1e-6)]))[0] == (pattern & 0x7FFF) + 1
 
 
 @given(FINITE, st.floats(0, 0.4), st.floats(0, 0.4))
 def test_between_finds_the_value_inside(pattern: int, below: float, above: float) -> None:
-    value = float(wide(bits(pattern))[0])
+    value = float(to_f64(bits(pattern))[0])
     step = max(abs(value) * 2**-8, 1e-38)
     low, high = np.array([value - below * step]), np.array([value + above * step])
-    assert between(low, high)[0]
+    assert holds_bf16(low, high)[0]
 
 
 @given(st.integers(0x0080, 0x7F7E), st.floats(0.01, 0.99), st.booleans())
 def test_between_finds_nothing_inside_a_step(pattern: int, part: float, negative: bool) -> None:
-    a, b = (float(v) for v in wide(bits(pattern, pattern + 1)))
+    a, b = (float(v) for v in to_f64(bits(pattern, pattern + 1)))
     low, high = a + (b - a) * 0.005, a + (b - a) * max(part, 0.005)
     pair = (
         (np.array([-high]), np.array([-low])) if negative else (np.array([low]), np.array([high]))
     )
-    assert not between(*pair)[0]
+    assert not holds_bf16(*pair)[0]
 
 
 def test_between_of_an_empty_interval() -> None:
-    assert not between(np.array([1.0]), np.array([0.5]))[0]
-    assert not between(np.array([np.inf]), np.array([-np.inf]))[0]
-    assert between(np.array([-np.inf]), np.array([np.inf]))[0]
+    assert not holds_bf16(np.array([1.0]), np.array([0.5]))[0]
+    assert not holds_bf16(np.array([np.inf]), np.array([-np.inf]))[0]
+    assert holds_bf16(np.array([-np.inf]), np.array([np.inf]))[0]
 
 
 def test_order_is_that_of_the_values() -> None:
     every = np.concatenate([np.arange(0xFF7F, 0x7FFF, -1), np.arange(0x0000, 0x7F80)])
     values = every.astype(np.uint16)
-    assert (np.diff(order(values)) >= 0).all()
-    assert (np.diff(wide(values)) >= 0).all()
+    assert (np.diff(ordinals(values)) >= 0).all()
+    assert (np.diff(to_f64(values)) >= 0).all()
 
 
 RNG = np.random.Generator(np.random.PCG64(1))
 
 
 def random_bits(*shape: int) -> np.ndarray:  # type: ignore[type-arg]
-    return rounded(RNG.standard_normal(shape) * np.exp(RNG.standard_normal(shape)))
+    return to_bf16(RNG.standard_normal(shape) * np.exp(RNG.standard_normal(shape)))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 12])
 def test_the_true_weight_lies_within_the_bounds_and_a_flip_leaves_none(rows: int) -> None:
-    x, weight = widen(random_bits(rows, 64)), wide(random_bits(64))
+    x, weight = to_f32(random_bits(rows, 64)), to_f64(random_bits(64))
     scale = 1 / np.sqrt(np.square(x, dtype=np.float64).mean(-1, keepdims=True) + 1e-6)
-    out = rounded(weight * x * scale)
+    out = to_bf16(weight * x * scale)
     low, high = norm_bounds(out, x, 1e-6)
     assert ((low <= weight) & (weight <= high)).all()
     if rows < 12:
@@ -120,12 +120,12 @@ def test_the_true_weight_lies_within_the_bounds_and_a_flip_leaves_none(rows: int
         flipped = out.copy()
         flipped[5, column] ^= 1
         low, high = norm_bounds(flipped, x, 1e-6)
-        votes = Votes("key", ("x",), 64, discrete=True)
+        votes = RowBounds("key", ("x",), 64, discrete=True)
         votes.add(low, high)
         possible = votes.possible(votes.low, votes.high)
         assert not possible[column]
         assert possible.sum() == 63
-        found, outvoted = votes.outvoted(column)
+        found, outvoted = votes.violating_rows(column)
         assert (found, outvoted) == (weight[column], [5])
 
 
@@ -134,7 +134,7 @@ def test_the_true_sink_lies_within_the_bounds_and_a_flip_leaves_none() -> None:
     table = np.tile(np.arange(40), (6, 1))
     sums = formulas.attention_sums(q, kv, table)
     sink = np.array([-20.0, 0.0, 3.0])
-    out = rounded(sums[0] / (sums[1] + np.exp(sink - sums[2]))[..., None])
+    out = to_bf16(sums[0] / (sums[1] + np.exp(sink - sums[2]))[..., None])
     low, high = sink_bounds(out, *sums)
     assert ((low <= sink) & (sink <= high)).all()
     for head in range(3):
@@ -148,7 +148,7 @@ def test_every_element_off_by_the_sink_is_noticed() -> None:
     """A sign that the numerator does not have."""
     q, kv = random_bits(2, 1, 64), random_bits(8, 64)
     sums = formulas.attention_sums(q, kv, np.tile(np.arange(8), (2, 1)))
-    out = rounded(sums[0] / (sums[1] + 1)[..., None])
+    out = to_bf16(sums[0] / (sums[1] + 1)[..., None])
     out[0, 0, 5] ^= 0x8000
     low, high = sink_bounds(out, *sums)
     assert low[0, 0] > high[0, 0]
@@ -159,11 +159,17 @@ def test_fp8_and_fp4_steps_of_literal_values() -> None:
     # amax 448 * 2^-4 gives the scale 2^-4 exactly; 28 and its neighbours lie on a grid of 2
     x = np.zeros(64)
     x[:5] = [28.0, 27.0, 25.0, 1.0, -0.03125]
-    assert wide(formulas.fp8_steps(rounded(x)))[:5].tolist() == [28.0, 28.0, 24.0, 1.0, -0.03125]
+    assert to_f64(formulas.fp8_round_trip(to_bf16(x)))[:5].tolist() == [
+        28.0,
+        28.0,
+        24.0,
+        1.0,
+        -0.03125,
+    ]
     y = np.zeros(32)
     y[:9] = [6.0, 5.0, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25, -0.3]
     expected = [6.0, 4.0, 4.0, 2.0, 2.0, 1.0, 1.0, 0.0, -0.5]
-    assert wide(formulas.fp4_steps(rounded(y)))[:9].tolist() == expected
+    assert to_f64(formulas.fp4_round_trip(to_bf16(y)))[:9].tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -184,8 +190,8 @@ def test_window_part(step: Step, row: int, expected: list[int]) -> None:
 
 def test_ties_of_scores_go_to_the_lowest_block() -> None:
     scores = np.array([[1.0, 3.0, 3.0, 0.0, 3.0]])
-    assert formulas.best_blocks(scores, np.array([4]), 3, 100).tolist() == [[101, 102, 100]]
-    assert formulas.best_blocks(scores, np.array([1]), 3, 100).tolist() == [[100, -1, -1]]
+    assert formulas.top_blocks(scores, np.array([4]), 3, 100).tolist() == [[101, 102, 100]]
+    assert formulas.top_blocks(scores, np.array([1]), 3, 100).tolist() == [[100, -1, -1]]
 
 
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 4.0, 12.0])

@@ -22,7 +22,7 @@ from v4tool import profiles
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.checkpoint.synth import synth
 from v4tool.config import ModelConfig
-from v4tool.dump import dump_cases
+from v4tool.dumping import dump_cases
 
 LAYERS, EXPERTS, VOCABULARY = 6, 8, 2048
 RUNS = 3

@@ -17,7 +17,7 @@ from tests.recordings import Copy
 from v4tool import profiles
 from v4tool.check.recording import check_recording
 from v4tool.checkpoint.shards import Checkpoint
-from v4tool.dump import dump_cases, enter_in_manifest
+from v4tool.dumping import dump_cases, enter_in_manifest
 from v4tool.errors import Finding, InputError, OutputError
 from v4tool.profiles import Case, Profile
 from v4tool.record.manifest import MANIFEST, Manifest, update_entry

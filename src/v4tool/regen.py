@@ -3,7 +3,7 @@
 The new recordings of all cases come from one pass over the weights into a temporary directory
 beside the old ones. Each is checked, with the checkpoint, and verified; only then does it replace
 the old one. If regen is killed, every recording that it has not replaced is as it was, and the
-manifest fits. Left out: what verifying means (the caller passes it), and new prompts (`dump`).
+manifest fits. Left out: what verifying means (the caller passes it), and new prompts (`dumping`).
 """
 
 import shutil
@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from v4tool.check.recording import CheckResult, check_recording
 from v4tool.checkpoint.shards import Checkpoint
-from v4tool.dump import DumpResult, NoProgress, Progress, dump_cases, run_of
+from v4tool.dumping import DumpResult, NoProgress, Progress, dump_cases, run_of
 from v4tool.errors import Finding, InputError, OutputError
 from v4tool.profiles import Case, Profile
 from v4tool.record.manifest import Entry, Manifest, describe, replace_recording

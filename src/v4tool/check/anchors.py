@@ -69,7 +69,7 @@ def check_anchors(
     checkpoint: Checkpoint,
     cases: Sequence[Case],
     numerics: Numerics,
-    watch: Callable[[str, str], None] = lambda name, place: None,
+    watch: Callable[[str, str], None] = lambda name, position: None,
 ) -> Anchors:
     """Run all cases that have published figures, if the checkpoint is the one that they are of.
 
@@ -86,7 +86,7 @@ def run_anchors(
     checkpoint: Checkpoint,
     cases: Sequence[Case],
     numerics: Numerics,
-    watch: Callable[[str, str], None] = lambda name, place: None,
+    watch: Callable[[str, str], None] = lambda name, position: None,
 ) -> list[AnchorRow]:
     """Prefill all cases with an `expect` in one pass over the weights and compare the next
     token.
@@ -96,10 +96,10 @@ def run_anchors(
         raise CheckpointError("no case of the profile has published figures (`expect`)")
     logits: list[dict[str, Tensor]] = [{} for _ in cases]
 
-    def keep(place: int) -> Callable[[str, Tensor], None]:
+    def keep(case: int) -> Callable[[str, Tensor], None]:
         def tap(key: str, value: Tensor) -> None:
             if key == "head.out":
-                logits[place][key] = value.clone()
+                logits[case][key] = value.clone()
 
         return tap
 

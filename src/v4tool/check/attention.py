@@ -7,18 +7,18 @@ left to the checkpoint.
 
 import numpy as np
 
-from v4tool.check.bits import Bits, Ints, widen
+from v4tool.check.bits import Bits, Ints, to_f32
 from v4tool.check.block_pass import BlockPass
 from v4tool.check.findings import Comparison
 from v4tool.check.formulas import (
     all_blocks,
+    apply_rope,
     attention_sums,
-    fp8_steps,
-    turned,
+    fp8_round_trip,
     unit_rms,
     window_part,
 )
-from v4tool.check.weight_bounds import Votes, norm_bounds, sink_bounds
+from v4tool.check.weight_bounds import RowBounds, norm_bounds, sink_bounds
 from v4tool.names import complete_blocks, compressed_columns, has_indexer, table_offset
 
 SPARSE = "attn.sparse_attn."
@@ -53,7 +53,7 @@ def check_low_rank(block: BlockPass) -> None:
     for name, outputs in ties.items():
         if block.has(name):
             rows = tensors.bits(block.key(name))
-            block.duplicates.tie(block.weights, rows, block.prefix, outputs, name)
+            block.duplicates.add(block.weights, rows, block.prefix, outputs, name)
 
 
 def norm(block: BlockPass, rule: str, x: str, out: str) -> None:
@@ -61,9 +61,9 @@ def norm(block: BlockPass, rule: str, x: str, out: str) -> None:
     if not block.has(x, out):
         return
     tensors, width = block.tensors, block.tensors.shape(block.key(out))[-1]
-    votes = Votes(block.key(out), (block.key(x),), width, discrete=True)
+    votes = RowBounds(block.key(out), (block.key(x),), width, discrete=True)
     for start, stop in block.pieces(tensors.bits(block.key(out), 0, 1).size):
-        values = widen(tensors.bits(block.key(x), start, stop)).reshape(-1, width)
+        values = to_f32(tensors.bits(block.key(x), start, stop)).reshape(-1, width)
         rows = tensors.bits(block.key(out), start, stop).reshape(-1, width)
         votes.add(*norm_bounds(rows, values, block.config.norm_eps))
     block.weight_bounds.add(rule, f"{block.weights}{out.removesuffix('.out')}.weight", votes)
@@ -87,7 +87,7 @@ def check_queries(block: BlockPass) -> None:
             if block.has("attn.wq_b.out"):
                 raw = tensors.bits(block.key("attn.wq_b.out"), start, stop).reshape(shape)
                 expected = unit_rms(raw, config.norm_eps)
-                expected[..., -rotated:] = turned(
+                expected[..., -rotated:] = apply_rope(
                     expected[..., -rotated:], block.tables(start, stop)
                 )
                 of_q.add(start * width, q, expected)
@@ -111,13 +111,13 @@ def check_window_rows(block: BlockPass) -> None:
     normed, rotation = block.key("attn.kv_norm.out"), block.key("attn.rope.rot.1.out")
     tables = block.tables(0, block.step.tokens)
     if tensors.has(normed, rotation):
-        expected = turned(tensors.bits(normed)[:, -rotated:], tables)
+        expected = apply_rope(tensors.bits(normed)[:, -rotated:], tables)
         block.findings.compare("rot.1", rotation, tensors.bits(rotation), expected, [normed])
     if not tensors.has(normed, block.key(KV)):
         return
     rows = tensors.bits(normed).copy()
-    rows[:, :-rotated] = fp8_steps(rows[:, :-rotated])
-    rows[:, -rotated:] = turned(rows[:, -rotated:], tables)
+    rows[:, :-rotated] = fp8_round_trip(rows[:, :-rotated])
+    rows[:, -rotated:] = apply_rope(rows[:, -rotated:], tables)
     found = tensors.bits(block.key(KV))[own_rows(block)]
     of = [normed] + ([rotation] if rotation in tensors else [])
     block.findings.compare("kv", block.key(KV), found, rows, of)
@@ -197,7 +197,7 @@ def check_core(block: BlockPass) -> None:
     if table.size == 0 or table.max() >= len(kv) or table.min() < -1 or (table < 0).all(1).any():
         return
     of = tuple(block.key(name) for name in (Q, KV, TABLE))
-    votes = Votes(block.key(OUT), of, config.n_heads, discrete=False)
+    votes = RowBounds(block.key(OUT), of, config.n_heads, discrete=False)
     for start, stop in block.pieces(config.n_heads * max(config.head_dim, table.shape[1])):
         q = tensors.bits(block.key(Q), start, stop)
         sums = attention_sums(q, kv, table[start:stop])
@@ -213,7 +213,7 @@ def check_output(block: BlockPass) -> None:
         with Comparison(block.findings, "inverse rotation", back, [out]) as comparison:
             for start, stop in block.pieces(config.n_heads * config.head_dim):
                 o = tensors.bits(out, start, stop)[..., -rotated:]
-                expected = turned(o, block.tables(start, stop), inverse=True)
+                expected = apply_rope(o, block.tables(start, stop), inverse=True)
                 found = tensors.bits(back, start, stop)
                 comparison.add(start * config.n_heads * rotated, found, expected)
     copy(block, "attn.out", "attn.out", "attn.wo_b.out")

@@ -28,22 +28,22 @@ DOUBLE_ROUNDING = 2.0**-23
 """Relative width around a boundary of BF16 where rounding to FP32 first may decide otherwise."""
 
 
-def widen(bits: Bits) -> F32:
+def to_f32(bits: Bits) -> F32:
     """The values of BF16 bit patterns, exact: uint16 [...] -> F32 [...]."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def wide(bits: Bits) -> F64:
+def to_f64(bits: Bits) -> F64:
     """The values of BF16 bit patterns in binary64."""
-    return widen(bits).astype(np.float64)
+    return to_f32(bits).astype(np.float64)
 
 
-def narrow(values: F32) -> Bits:
+def upper_halves(values: F32) -> Bits:
     """The upper halves of FP32 words, whatever is in the lower ones: F32 [...] -> uint16 [...]."""
     return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
-def rounded(values: F64 | F32) -> Bits:
+def to_bf16(values: F64 | F32) -> Bits:
     """Round to FP32, then to BF16, to nearest even (SPEC 4): float [...] -> uint16 [...]. No
     NaN.
     """
@@ -55,7 +55,7 @@ def rounded(values: F64 | F32) -> Bits:
     return odd.astype(np.uint16)
 
 
-def rounded_f32(values: F32) -> F32:
+def round_f32(values: F32) -> F32:
     """`rounded` as values, for what goes on in FP32: F32 [...] -> F32 [...]."""
     words = values.view(np.uint32)
     out = words >> np.uint32(16)
@@ -66,12 +66,12 @@ def rounded_f32(values: F32) -> F32:
     return out.view(np.float32)
 
 
-def same(a: Bits, b: Bits) -> Mask:
+def equal_values(a: Bits, b: Bits) -> Mask:
     """Where two BF16 values are equal; +0 and -0 are."""
     return np.asarray((a == b) | (((a | b) & np.uint16(0x7FFF)) == 0))
 
 
-def order(bits: Bits) -> Ints:
+def ordinals(bits: Bits) -> Ints:
     """Numbers in the order of the values, neighbours one apart: uint16 [...] -> int64 [...]."""
     magnitude = (bits & np.uint16(0x7FFF)).astype(np.int64)
     return np.where(bits & np.uint16(0x8000), -magnitude, magnitude)
@@ -92,7 +92,7 @@ def rounding_interval(bits: Bits) -> tuple[F64, F64]:
     return low, high * (1 + DOUBLE_ROUNDING)
 
 
-def between(low: F64, high: F64) -> Mask:
+def holds_bf16(low: F64, high: F64) -> Mask:
     """Whether a BF16 value lies in each closed interval; empty and reversed intervals hold none."""
     with np.errstate(over="ignore", invalid="ignore"):
         words = np.clip(high, -LARGEST, LARGEST).astype(np.float32)
@@ -106,11 +106,11 @@ def between(low: F64, high: F64) -> Mask:
     return (low <= high) & (largest >= low)
 
 
-def at(index: int, shape: tuple[int, ...]) -> list[int]:
+def unravel(index: int, shape: tuple[int, ...]) -> list[int]:
     """A flat index as indices of a shape."""
     return [int(i) for i in np.unravel_index(index, shape)]
 
 
-def number(value: Any) -> str:
+def format_number(value: Any) -> str:
     """A value in a message."""
     return f"{float(value):.9g}"

@@ -49,7 +49,7 @@ class DuplicateInputs:
         self._inputs: dict[str, list[Inputs]] = {}
         self._lock = threading.Lock()
 
-    def tie(
+    def add(
         self, weights: str, inputs: Array, prefix: str, outputs: Sequence[str], of: str
     ) -> None:
         """Rows of one pass, inputs [rows, ...]; outputs: ends of keys that have the same rows.
@@ -64,7 +64,7 @@ class DuplicateInputs:
                 same_weights = self._inputs.setdefault(weights + of, [])
                 same_weights.append(Inputs(prefix, of, digests, present))
 
-    def settle(self) -> None:
+    def check(self) -> None:
         """Compare the outputs of equal inputs, the prefill's first."""
         for _, passes in sorted(self._inputs.items()):
             first: dict[int, tuple[str, int]] = {}

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from v4tool.check.bits import F64, FP32_HALF_ULP, Bits, order, rounded, wide, widen
+from v4tool.check.bits import F64, FP32_HALF_ULP, Bits, ordinals, to_bf16, to_f32, to_f64
 from v4tool.check.block_pass import BlockPass
 from v4tool.check.file_tensors import FileTensors
 from v4tool.check.findings import Findings
-from v4tool.check.streams import Streams, Unsure, middle_streams, post_terms, settled
-from v4tool.check.weight_values import numbers
+from v4tool.check.streams import BoundedValues, Streams, bounded_sums, middle_streams, post_terms
+from v4tool.check.weight_values import to_numpy
 from v4tool.names import complete_blocks, compressor_groups, has_indexer
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class Coefficients:
             if middle is not None:
                 self._mix("hc_ffn", middle, start, stop, entering.of)
 
-    def _mixes(self, path: str, x: Unsure) -> tuple[F64, F64]:
+    def _mixes(self, path: str, x: BoundedValues) -> tuple[F64, F64]:
         """The streams' projection over their RMS, and how far it may be off: F64 [T, n] twice."""
-        fn = numbers(self.checkpoint.read(f"{path}_fn"))
+        fn = to_numpy(self.checkpoint.read(f"{path}_fn"))
         flat = x.values.reshape(len(x.values), -1)
         mean = (flat * flat).mean(-1, keepdims=True)
         scale = 1 / np.sqrt(mean + self.config.norm_eps)
@@ -77,14 +77,14 @@ class Coefficients:
             error += spread @ np.abs(fn).T + np.abs(sums) * relative
         return sums * scale, error * scale
 
-    def _mix(self, name: str, x: Unsure, start: int, stop: int, of: Sequence[str]) -> None:
+    def _mix(self, name: str, x: BoundedValues, start: int, stop: int, of: Sequence[str]) -> None:
         keys = [self.block.key(f"{name}.{part}") for part in ("pre", "post", "comb")]
         if not self.tensors.has(*keys):
             return
         m, path = self.config.hc_mult, f"{self.block.weights}{name}"
         mixes, error = self._mixes(path, x)
         scale, base = (
-            numbers(self.checkpoint.read(f"{path}_{part}")) for part in ("scale", "base")
+            to_numpy(self.checkpoint.read(f"{path}_{part}")) for part in ("scale", "base")
         )
         scales = np.repeat(scale, [m, m, m * m])
         logits, error = mixes * scales + base, error * np.abs(scales)
@@ -144,24 +144,24 @@ class Coefficients:
             return
         mixes, error = self._mixes(f"{path}hc_head", streams)
         scale, base = (
-            numbers(self.checkpoint.read(f"{path}hc_head_{part}")) for part in ("scale", "base")
+            to_numpy(self.checkpoint.read(f"{path}hc_head_{part}")) for part in ("scale", "base")
         )
         pre = 1 / (1 + np.exp(-(mixes * scale + base))) + self.config.hc_eps
         pre_error = error * np.abs(scale) / 4 + 1e-15
         values = (pre[:, None] @ streams.values)[:, 0]
         slack = (pre_error[:, None] @ np.abs(streams.values))[:, 0] + 1e-15 * np.abs(values)
         slack += (pre[:, None] @ streams.dense_spread())[:, 0]
-        weight = numbers(self.checkpoint.read(f"{path}norm.weight"))
+        weight = to_numpy(self.checkpoint.read(f"{path}norm.weight"))
         self._normed(
-            key, rounded(values - slack), rounded(values + slack), weight, [f"{path}hc_head_fn"]
+            key, to_bf16(values - slack), to_bf16(values + slack), weight, [f"{path}hc_head_fn"]
         )
 
-    def _last_streams(self) -> Unsure | None:
+    def _last_streams(self) -> BoundedValues | None:
         """The streams that leave the block: recorded, or for MTP recomputed."""
         block = self.block
         if not block.is_mtp:
             key = block.key("out")
-            return Unsure(wide(self.tensors.bits(key))) if key in self.tensors else None
+            return BoundedValues(to_f64(self.tensors.bits(key))) if key in self.tensors else None
         entering = Streams.before(block)
         if entering is None:
             return None
@@ -179,12 +179,12 @@ class Coefficients:
             return
         path = f"{block.weights}{name}."
         kv, gate = rows
-        ape = numbers(self.checkpoint.read(path + "ape"))
+        ape = to_numpy(self.checkpoint.read(path + "ape"))
         gate_error = FP32_HALF_ULP * np.abs(gate)
         gate = gate + ape[np.arange(len(gate)) % ratio]
         pooled, error = pool(kv, gate, gate_error, block.step.start // ratio, blocks, ratio)
-        weight = numbers(self.checkpoint.read(path + "norm.weight"))
-        low, high = rounded(pooled - error), rounded(pooled + error)
+        weight = to_numpy(self.checkpoint.read(path + "norm.weight"))
+        low, high = to_bf16(pooled - error), to_bf16(pooled + error)
         of = [block.key(f"{name}.wkv.out"), block.key(f"{name}.wgate.out"), path + "ape"]
         self._normed(key, low, high, weight, of)
 
@@ -203,31 +203,34 @@ class Coefficients:
     def _normed(self, key: str, low: Bits, high: Bits, weight: F64, of: Sequence[str]) -> None:
         """An RMS norm whose input lies between two BF16 values (mostly equal ones)."""
         found = self.tensors.bits(key).reshape(low.shape)
-        a, b = wide(low), wide(high)
+        a, b = to_f64(low), to_f64(high)
         eps = self.config.norm_eps
         least, most = np.minimum(np.abs(a), np.abs(b)), np.maximum(np.abs(a), np.abs(b))
         scale_high = 1 / np.sqrt((least * least).mean(-1) + eps) * (1 + 1e-12)
         scale_low = 1 / np.sqrt((most * most).mean(-1) + eps) * (1 - 1e-12)
         products = [weight * x * s[:, None] for x in (a, b) for s in (scale_low, scale_high)]
-        lowest, highest = order(rounded(np.min(products, 0))), order(rounded(np.max(products, 0)))
-        seen = order(found)
+        lowest, highest = (
+            ordinals(to_bf16(np.min(products, 0))),
+            ordinals(to_bf16(np.max(products, 0))),
+        )
+        seen = ordinals(found)
         self.findings.applied(RULE, [key, *of], found.size)
         wrong = np.flatnonzero(((seen < lowest) | (seen > highest)).reshape(-1))
         if wrong.size:
             i = int(wrong[0])
-            expected = widen(rounded(np.min(products, 0))).reshape(-1)[i]
-            place = self.findings.place(key, i, found.shape)
+            expected = to_f32(to_bf16(np.min(products, 0))).reshape(-1)[i]
+            where = self.findings.indices(key, i, found.shape)
             self.findings.report(
-                key, RULE, f"{expected:.9g} at {place} (from {', '.join(of)})",
-                f"{widen(found).reshape(-1)[i]:.9g}; {wrong.size} of {found.size} values differ",
+                key, RULE, f"{expected:.9g} at {where} (from {', '.join(of)})",
+                f"{to_f32(found).reshape(-1)[i]:.9g}; {wrong.size} of {found.size} values differ",
             )  # fmt: skip
 
 
-def leaving_streams(block: BlockPass, x: Unsure) -> Unsure | None:
+def leaving_streams(block: BlockPass, x: BoundedValues) -> BoundedValues | None:
     """The streams after the experts, from those after attention."""
     if not block.has("hc_ffn.post", "hc_ffn.comb", "ffn.out"):
         return None
-    return settled(*post_terms(block, "hc_ffn", "ffn.out", x, 0, block.step.tokens))
+    return bounded_sums(*post_terms(block, "hc_ffn", "ffn.out", x, 0, block.step.tokens))
 
 
 def pool(

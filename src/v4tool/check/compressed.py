@@ -5,16 +5,16 @@ Left out: pooling, which takes the unknown `ape`; it is checked with the checkpo
 
 import numpy as np
 
-from v4tool.check.bits import Bits, rounded, wide
+from v4tool.check.bits import Bits, to_bf16, to_f64
 from v4tool.check.block_pass import BlockPass
 from v4tool.check.formulas import (
     allowed_blocks,
-    best_blocks,
+    apply_rope,
     block_scores,
-    fp4_steps,
-    fp8_steps,
+    fp4_round_trip,
+    fp8_round_trip,
     hadamard,
-    turned,
+    top_blocks,
 )
 from v4tool.names import (
     complete_blocks,
@@ -45,16 +45,16 @@ def check_compressor(block: BlockPass, rule: str, name: str, number: int) -> Non
         return
     rows, rotated = tensors.bits(normed).copy(), block.config.rope_head_dim
     blocks = np.arange(block.step.start // block.ratio, block.step.end // block.ratio)
-    rows[:, -rotated:] = turned(rows[:, -rotated:], block.tables_at(blocks * block.ratio))
+    rows[:, -rotated:] = apply_rope(rows[:, -rotated:], block.tables_at(blocks * block.ratio))
     if rotation in tensors:
         block.findings.compare(
             f"{rule} rotation", rotation, tensors.bits(rotation), rows[:, -rotated:], [normed]
         )
     if out in tensors:
         if rule == "compressor":
-            rows[:, :-rotated] = fp8_steps(rows[:, :-rotated])
+            rows[:, :-rotated] = fp8_round_trip(rows[:, :-rotated])
         else:
-            rows = fp4_steps(hadamard(rows))
+            rows = fp4_round_trip(hadamard(rows))
         of = [normed, *([rotation] if rotation in tensors else [])]
         block.findings.compare(rule, out, tensors.bits(out), rows, of)
 
@@ -90,14 +90,14 @@ def check_indexer(block: BlockPass) -> None:
     width = config.index_n_heads * max(config.index_head_dim, len(keys[0]) if keys else 0)
     for start, stop in block.pieces(width):
         q = tensors.bits(wq_b, start, stop).reshape(stop - start, config.index_n_heads, -1).copy()
-        q[..., -rotated:] = turned(q[..., -rotated:], block.tables(start, stop))
+        q[..., -rotated:] = apply_rope(q[..., -rotated:], block.tables(start, stop))
         turns.append(q[..., -rotated:].copy())
         if keys is not None:
-            weights = rounded(wide(tensors.bits(proj, start, stop)) * factor)
+            weights = to_bf16(to_f64(tensors.bits(proj, start, stop)) * factor)
             # blocks that are not complete for the last of these queries are for none of them
             seen = keys[0][: allowed[stop - 1]]
-            scores = block_scores(fp4_steps(hadamard(q)), seen, weights)
-            choices.append(best_blocks(scores, allowed[start:stop], k, offset))
+            scores = block_scores(fp4_round_trip(hadamard(q)), seen, weights)
+            choices.append(top_blocks(scores, allowed[start:stop], k, offset))
     if rotation in tensors:
         found = tensors.bits(rotation)
         block.findings.compare("indexer rotation", rotation, found, np.concatenate(turns), [wq_b])

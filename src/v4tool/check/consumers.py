@@ -38,12 +38,12 @@ class TensorCollector:
             return
         if piece.offset == 0:
             self._whole = np.empty(entry.nbytes // 4, np.uint16 if kind == "bf16" else np.float32)
-        place = slice(piece.offset // 4, (piece.offset + len(piece.data)) // 4)
+        span = slice(piece.offset // 4, (piece.offset + len(piece.data)) // 4)
         if kind == "bf16":
             words = piece.data.view(np.uint32)
-            np.right_shift(words, np.uint32(16), out=self._whole[place], casting="unsafe")
+            np.right_shift(words, np.uint32(16), out=self._whole[span], casting="unsafe")
         else:
-            self._whole[place] = piece.data.view(np.float32)
+            self._whole[span] = piece.data.view(np.float32)
         if piece.last:
             self.tensors.put(entry.key, self._whole)
 
@@ -104,7 +104,7 @@ class BackgroundJudge:
         """Whether an identity will read the key as a whole."""
         return bool(self._blocks) and not key.endswith(NOT_HELD)
 
-    def passed(self, key: str) -> None:
+    def tensor_read(self, key: str) -> None:
         """Note that a key has gone by."""
         prefix = self._prefix(key)
         if prefix is None or key not in self.tensors.kinds:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from v4tool.check.attention import copy
-from v4tool.check.bits import F64, rounded, wide, widen
+from v4tool.check.bits import F64, to_bf16, to_f32, to_f64
 from v4tool.check.block_pass import BlockPass
 
 ROUTED = "ffn.gate.out.1"
@@ -28,11 +28,11 @@ def check_equal_inputs(block: BlockPass) -> None:
         outputs = ["ffn.shared_experts.w1.out", "ffn.shared_experts.w3.out"]
         if not block.config.is_hash(block.layer):
             outputs += ["ffn.gate.out.0", ROUTED]
-        block.duplicates.tie(block.weights, rows, block.prefix, outputs, "ffn_norm.out")
+        block.duplicates.add(block.weights, rows, block.prefix, outputs, "ffn_norm.out")
     ids = block.pass_prefix + "input_ids"
     if block.config.is_hash(block.layer) and ids in block.tensors:
         tokens = block.tensors.ints(ids).reshape(-1, 1)
-        block.duplicates.tie(block.weights, tokens, block.prefix, [ROUTED], "input_ids")
+        block.duplicates.add(block.weights, tokens, block.prefix, [ROUTED], "input_ids")
 
 
 def check_sum(block: BlockPass) -> None:
@@ -50,11 +50,11 @@ def check_sum(block: BlockPass) -> None:
         result = tensors.bits(block.key(name))
         for start in range(0, result.shape[1], COLUMNS_AT_ONCE):
             columns = slice(start, start + COLUMNS_AT_ONCE)
-            total[rows, columns] += widen(result[:, columns])
+            total[rows, columns] += to_f32(result[:, columns])
         of.append(block.key(name))
     shared = block.key("ffn.shared_experts.out")
-    total += wide(tensors.bits(shared))
+    total += to_f64(tensors.bits(shared))
     out = block.key("ffn.out")
     shown = [shared, block.key("ffn.experts.*.out")]
-    block.findings.compare("ffn sum", out, tensors.bits(out), rounded(total), shown)
+    block.findings.compare("ffn sum", out, tensors.bits(out), to_bf16(total), shown)
     block.findings.applied("ffn sum", [*of, block.key(ROUTED)])

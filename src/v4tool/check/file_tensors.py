@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from v4tool.check.bits import F32, Bits, Ints, narrow
+from v4tool.check.bits import F32, Bits, Ints, upper_halves
 from v4tool.errors import RecordingError
 from v4tool.names import EXPERT, Kind
 from v4tool.record.scan import Header
@@ -124,7 +124,7 @@ def packed(raw: npt.NDArray[np.uint8], dtype: str, kind: Kind) -> Array:
     """Stored bytes as they are held: BF16 values as uint16, integers as int64, others as F32."""
     values: Array = raw.view(STORED[dtype])
     if kind == "bf16":
-        return narrow(values)
+        return upper_halves(values)
     return values.astype(np.int64) if kind == "int" else values
 
 

@@ -15,7 +15,7 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from v4tool.check.bits import Bits, at, number, same, widen
+from v4tool.check.bits import Bits, equal_values, format_number, to_f32, unravel
 from v4tool.check.rules import RULES
 from v4tool.errors import Finding
 
@@ -35,7 +35,7 @@ class Findings:
     """Findings and tallies of one check; safe for use from several threads."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
-        self.findings: list[Finding] = []
+        self.items: list[Finding] = []
         self.tallies: dict[str, Tally] = {}
         self.shapes = shapes or {}
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class Findings:
         with self._lock:
             tally.findings += not note
         severity: Literal["error", "note"] = "note" if note else "error"
-        self.findings.append(Finding(key, rule, str(expected), str(found), severity))
+        self.items.append(Finding(key, rule, str(expected), str(found), severity))
 
     def compare(self, rule: str, key: str, found: Bits, expected: Bits, of: Sequence[str]) -> None:
         """BF16 values that must be equal; `of`: the keys that the expected ones come from."""
@@ -76,18 +76,18 @@ class Findings:
         self.applied(rule, [key, *of], found.size)
         wrong = np.flatnonzero((found != expected).reshape(-1))
         if wrong.size:
-            place = self.place(key, int(wrong[0]), found.shape)
+            where = self.indices(key, int(wrong[0]), found.shape)
             self.report(
                 key,
                 rule,
-                f"{expected.reshape(-1)[wrong[0]]} at {place}{_from(of)}",
+                f"{expected.reshape(-1)[wrong[0]]} at {where}{_from(of)}",
                 f"{found.reshape(-1)[wrong[0]]}; {wrong.size} of {found.size} values differ",
             )
 
-    def place(self, key: str, index: int, shape: tuple[int, ...] = ()) -> list[int]:
+    def indices(self, key: str, index: int, shape: tuple[int, ...] = ()) -> list[int]:
         """A flat index as indices of the key's recorded shape."""
         recorded = self.shapes.get(key, shape)
-        return at(index, recorded if math.prod(recorded) > index else shape)
+        return unravel(index, recorded if math.prod(recorded) > index else shape)
 
 
 def _from(of: Sequence[str]) -> str:
@@ -104,7 +104,7 @@ class Comparison:
 
     def add(self, start: int, found: Bits, expected: Bits) -> None:
         """Compare some values; `start`: flat index of the first one in the key."""
-        bad = np.flatnonzero(~same(found, expected).reshape(-1))
+        bad = np.flatnonzero(~equal_values(found, expected).reshape(-1))
         self.count += found.size
         self.wrong += bad.size
         if bad.size and self.first is None:
@@ -125,15 +125,15 @@ class Comparison:
         self.findings.applied(self.rule, [self.key, *self.of], self.count)
         if self.first is not None:
             index, found, expected = self.first
-            place = self.findings.place(self.key, index, (self.count,))
+            where = self.findings.indices(self.key, index, (self.count,))
             self.findings.report(
                 self.key,
                 self.rule,
-                f"{number(value_of(expected))} at {place}{_from(self.of)}",
-                f"{number(value_of(found))}; {self.wrong} of {self.count} values differ",
+                f"{format_number(value_of(expected))} at {where}{_from(self.of)}",
+                f"{format_number(value_of(found))}; {self.wrong} of {self.count} values differ",
             )
 
 
 def value_of(bits: np.uint16) -> float:
     """The value of one BF16 bit pattern."""
-    return float(widen(np.array([bits], np.uint16))[0])
+    return float(to_f32(np.array([bits], np.uint16))[0])

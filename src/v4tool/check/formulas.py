@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from v4tool.check.bits import F32, F64, Bits, Ints, rounded, rounded_f32, wide, widen
+from v4tool.check.bits import F32, F64, Bits, Ints, round_f32, to_bf16, to_f32, to_f64
 from v4tool.config import ModelConfig
 from v4tool.config_fields import FP4_GROUP, KV_BLOCK
 from v4tool.names import Step, compressed_columns, table_offset
@@ -52,33 +52,33 @@ def rope_tables(frequencies: F32, positions: Ints) -> tuple[F64, F64]:
     )
 
 
-def turned(x: Bits, tables: tuple[F64, F64], *, inverse: bool = False) -> Bits:
+def apply_rope(x: Bits, tables: tuple[F64, F64], *, inverse: bool = False) -> Bits:
     """Rotate pairs (2i, 2i+1): bits [n, R] or [n, H, R], tables for the n rows -> the same
     shape.
     """
     cos, sin = (t if x.ndim == 2 else t[:, None] for t in tables)
     if inverse:
         sin = -sin
-    values = wide(x)
+    values = to_f64(x)
     real, imaginary = values[..., 0::2], values[..., 1::2]
     out = np.empty_like(values)
     out[..., 0::2] = real * cos - imaginary * sin
     out[..., 1::2] = real * sin + imaginary * cos
-    return rounded(out)
+    return to_bf16(out)
 
 
 def unit_rms(q: Bits, eps: float) -> Bits:
     """A head's query over its RMS, rounded at every step (SPEC 5, attention step 1): bits [...,
     C].
     """
-    values = widen(q)
+    values = to_f32(q)
     # a product of two BF16 values is exact in FP32
-    squares = rounded_f32(values * values)
+    squares = round_f32(values * values)
     mean = squares.astype(np.float64).sum(-1) / q.shape[-1]
-    variance = wide(rounded(wide(rounded(mean)) + eps))
-    inverse = widen(rounded(1 / np.sqrt(variance)))
+    variance = to_f64(to_bf16(to_f64(to_bf16(mean)) + eps))
+    inverse = to_f32(to_bf16(1 / np.sqrt(variance)))
     values *= inverse[..., None]
-    return rounded(values)
+    return to_bf16(values)
 
 
 def _ceil_power(amax: F64, floor: float, largest: float) -> F64:
@@ -88,29 +88,29 @@ def _ceil_power(amax: F64, floor: float, largest: float) -> F64:
     return np.asarray(np.ldexp(1.0, exponent - (mantissa == 0.5)))
 
 
-def fp8_steps(x: Bits, block: int = KV_BLOCK) -> Bits:
+def fp8_round_trip(x: Bits, block: int = KV_BLOCK) -> Bits:
     """What quantising to E4M3 in place leaves: bits [..., n], n a multiple of block (SPEC 3)."""
-    values = wide(x).reshape(*x.shape[:-1], -1, block)
+    values = to_f64(x).reshape(*x.shape[:-1], -1, block)
     scale = _ceil_power(np.abs(values).max(-1), 1e-4, 448.0)[..., None]
     q = np.clip(values / scale, -448, 448)
     exponent = np.maximum(np.frexp(q)[1] - 1, -6)
     step = np.ldexp(1.0, exponent - 3)
-    return rounded(np.rint(q / step) * step * scale).reshape(x.shape)
+    return to_bf16(np.rint(q / step) * step * scale).reshape(x.shape)
 
 
-def fp4_steps(x: Bits, block: int = FP4_GROUP) -> Bits:
+def fp4_round_trip(x: Bits, block: int = FP4_GROUP) -> Bits:
     """What quantising to E2M1 in place leaves: bits [..., n], n a multiple of block (SPEC 3)."""
-    values = wide(x).reshape(*x.shape[:-1], -1, block)
+    values = to_f64(x).reshape(*x.shape[:-1], -1, block)
     scale = _ceil_power(np.abs(values).max(-1), 6 * 2.0**-126, 6.0)[..., None]
     q = np.clip(values / scale, -6, 6)
     step = np.where(np.abs(q) < 2, 0.5, np.where(np.abs(q) < 4, 1.0, 2.0))
-    return rounded(np.rint(q / step) * step * scale).reshape(x.shape)
+    return to_bf16(np.rint(q / step) * step * scale).reshape(x.shape)
 
 
 def hadamard(x: Bits) -> Bits:
     """Times the natural-order Sylvester matrix over sqrt(n): bits [..., n] -> bits [..., n]."""
     n = x.shape[-1]
-    return rounded(wide(x) @ sylvester(n) * n**-0.5)
+    return to_bf16(to_f64(x) @ sylvester(n) * n**-0.5)
 
 
 @lru_cache
@@ -157,13 +157,15 @@ def block_scores(q: Bits, k: Bits, weights: Bits) -> F64:
 
     q bits [s, IH, ID], k bits [t, ID], weights bits [s, IH].
     """
-    scores = wide(
-        rounded(np.maximum(wide(rounded(wide(q) @ wide(k).T)), 0) * wide(weights)[..., None])
+    scores = to_f64(
+        to_bf16(
+            np.maximum(to_f64(to_bf16(to_f64(q) @ to_f64(k).T)), 0) * to_f64(weights)[..., None]
+        )
     )
-    return wide(rounded(scores.sum(1)))
+    return to_f64(to_bf16(scores.sum(1)))
 
 
-def best_blocks(scores: F64, allowed: Ints, k: int, offset: int) -> Ints:
+def top_blocks(scores: F64, allowed: Ints, k: int, offset: int) -> Ints:
     """The k best allowed blocks, ties to the lowest, -1 where there are fewer: int64 [s, k].
 
     scores [s, t]; blocks that no query may see can be left out of them.
@@ -183,13 +185,13 @@ def attention_sums(q: Bits, kv: Bits, table: Ints) -> tuple[F64, F64, F64]:
     """
     s, heads, width = q.shape
     table, blocks = _blocks_in_use(table)
-    used, place = _rows_in_use(table, len(kv))
+    used, columns = _rows_in_use(table, len(kv))
     first = np.arange(s * heads).reshape(s, heads) * (len(used) + 1)
-    flat = first[..., None] + place[:, None]
-    rows = wide(kv[used])
+    flat = first[..., None] + columns[:, None]
+    rows = to_f64(kv[used])
     every = np.empty((s * heads, len(used) + 1))
     every[:, -1] = -np.inf
-    np.matmul(wide(q).reshape(-1, width), rows.T, out=every[:, :-1])
+    np.matmul(to_f64(q).reshape(-1, width), rows.T, out=every[:, :-1])
     every *= width**-0.5
     p = np.take(every.reshape(-1), flat, mode="clip")
     highest, denominator, before = _online_softmax(p, blocks)
@@ -240,7 +242,7 @@ def _online_softmax(p: F64, blocks: list[slice]) -> tuple[F64, F64, list[F64]]:
         np.exp(part, out=part)
         scales.append(np.exp(highest - base))
         denominator = denominator * scales[-1] + part.sum(-1)
-        part[:] = rounded_f32(part.astype(np.float32))
+        part[:] = round_f32(part.astype(np.float32))
         highest = higher
     return highest, denominator, scales
 

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from v4tool.check.bits import F64, Bits, Ints, order, rounded, same, wide
-from v4tool.check.formulas import attention_sums, fp4_steps, fp8_steps, hadamard
+from v4tool.check.bits import F64, Bits, Ints, equal_values, ordinals, to_bf16, to_f64
+from v4tool.check.formulas import attention_sums, fp4_round_trip, fp8_round_trip, hadamard
 from v4tool.check.value_rules import column_residual, row_residual
-from v4tool.check.weight_values import bits_of
+from v4tool.check.weight_values import to_bits
 from v4tool.config import Numerics
 from v4tool.model.attention import sparse_attn
 from v4tool.model.hyper import sinkhorn
@@ -34,23 +34,23 @@ from v4tool.quant.linear import (
 )
 
 
-class Wrong(Exception):
+class CheckFailed(Exception):
     """A check of the port failed; the message says where."""
 
 
 def require_equal(found: Bits, expected: Bits, what: str) -> None:
     """BF16 values bit for bit (+0 equals -0)."""
-    wrong = np.flatnonzero(~same(found, expected).reshape(-1))
+    wrong = np.flatnonzero(~equal_values(found, expected).reshape(-1))
     if wrong.size:
         i = int(wrong[0])
-        pair = f"{wide(found).reshape(-1)[i]!r}, expected {wide(expected).reshape(-1)[i]!r}"
-        raise Wrong(f"{what}: {wrong.size} of {found.size} values differ, first {pair}")
+        pair = f"{to_f64(found).reshape(-1)[i]!r}, expected {to_f64(expected).reshape(-1)[i]!r}"
+        raise CheckFailed(f"{what}: {wrong.size} of {found.size} values differ, first {pair}")
 
 
 def require(condition: bool, what: str) -> None:
     """Raise `Wrong` unless the condition holds."""
     if not condition:
-        raise Wrong(what)
+        raise CheckFailed(what)
 
 
 def random_bf16(*shape: int, seed: int, spread: float = 1.0) -> Tensor:
@@ -94,7 +94,7 @@ def codes(numerics: Numerics) -> str:
 
 def scales(numerics: Numerics) -> str:
     """The scale of every finite non-negative BF16 amax, and the code of every finite BF16 value."""
-    amax = wide(np.arange(0x7F80, dtype=np.uint16))
+    amax = to_f64(np.arange(0x7F80, dtype=np.uint16))
     for name, scale, floor, largest in (
         ("FP8", activation.fp8_scale, 1e-4, 448.0),
         ("FP4", activation.fp4_scale, 6 * 2.0**-126, 6.0),
@@ -136,8 +136,10 @@ def quantisation(numerics: Numerics) -> str:
     """FP8 and FP4 steps against a division and a rounding in binary64."""
     x = random_bf16(64, 256, seed=1)
     x[0], x[1] = 0, x[1] * 1e-30
-    require_equal(bits_of(activation.act_quant_inplace(x, 64)), fp8_steps(bits_of(x)), "FP8 steps")
-    require_equal(bits_of(activation.fp4_act_quant(x, 32)), fp4_steps(bits_of(x)), "FP4 steps")
+    require_equal(
+        to_bits(activation.act_quant_inplace(x, 64)), fp8_round_trip(to_bits(x)), "FP8 steps"
+    )
+    require_equal(to_bits(activation.fp4_act_quant(x, 32)), fp4_round_trip(to_bits(x)), "FP4 steps")
     return f"{2 * x.numel()} values"
 
 
@@ -153,7 +155,7 @@ def orthogonal(numerics: Numerics) -> str:
     require(torch.equal(signs, signs.T), "the matrix is not symmetric")
     require(signs[1, :2].tolist() == [1, -1], "not the natural order")
     x = random_bf16(32, n, seed=2)
-    require_equal(bits_of(activation.hadamard(x, numerics.acc)), hadamard(bits_of(x)), "Hadamard")
+    require_equal(to_bits(activation.hadamard(x, numerics.acc)), hadamard(to_bits(x)), "Hadamard")
     return f"order {n}"
 
 
@@ -164,14 +166,14 @@ def rotation(numerics: Numerics) -> str:
     angles = np.arange(n)[:, None] * 0.37 ** np.arange(width // 2)
     cos, sin = (f(angles).astype(np.float32).astype(np.float64) for f in (np.cos, np.sin))
     for inverse in (False, True):
-        values = wide(bits_of(x))[..., -width:]
+        values = to_f64(to_bits(x))[..., -width:]
         turn = (cos + 1j * sin)[:, None]
         result = (values[..., 0::2] + 1j * values[..., 1::2]) * (turn.conj() if inverse else turn)
         expected = np.stack([result.real, result.imag], -1).reshape(values.shape)
         tables = torch.from_numpy(cos), torch.from_numpy(sin)
-        found = bits_of(rotate(x, tables, inverse=inverse))
-        require_equal(found[..., :-width], bits_of(x)[..., :-width], "dims before the rotated ones")
-        require_equal(found[..., -width:], rounded(expected), "rotated dims")
+        found = to_bits(rotate(x, tables, inverse=inverse))
+        require_equal(found[..., :-width], to_bits(x)[..., :-width], "dims before the rotated ones")
+        require_equal(found[..., -width:], to_bf16(expected), "rotated dims")
     return f"{2 * n * 3 * width} values, both directions"
 
 
@@ -224,16 +226,16 @@ def attention_core(numerics: Numerics) -> str:
         table = np.stack([generator.permutation(n)[:entries] for _ in range(24)])
         table[:, ::5] = -1
         found = sparse_attn(q, kv, torch.from_numpy(table), sink.to(numerics.acc), numerics)
-        expected = _dense(wide(bits_of(q)), wide(bits_of(kv)), table, sink.numpy())
+        expected = _dense(to_f64(to_bits(q)), to_f64(to_bits(kv)), table, sink.numpy())
         if entries <= 64 and numerics.accumulate == "float64":
-            require_equal(bits_of(found), rounded(expected), f"{entries} entries")
+            require_equal(to_bits(found), to_bf16(expected), f"{entries} entries")
         error = np.abs(found.double().numpy() - expected)
         size = np.abs(expected) + np.abs(expected).max(-1, keepdims=True)
         require(bool((error <= 3 * 2.0**-8 * size).all()), f"{entries} entries: far from dense")
-        again = attention_sums(bits_of(q), bits_of(kv), table)
+        again = attention_sums(to_bits(q), to_bits(kv), table)
         online = again[0] / (again[1] + np.exp(sink.numpy() - again[2]))[..., None]
         if numerics.accumulate == "float64":
-            require_equal(bits_of(found), rounded(online), f"{entries} entries, online")
+            require_equal(to_bits(found), to_bf16(online), f"{entries} entries, online")
     return "40, 64 and 150 entries"
 
 
@@ -247,7 +249,7 @@ def _dense(q: F64, kv: F64, table: Ints, sink: F64) -> F64:
     top = scores.max(-1, keepdims=True)
     p = np.exp(scores - top)
     total = p.sum(-1) + np.exp(sink - top[..., 0])
-    return np.asarray(np.einsum("shn,nc->shc", wide(rounded(p)), kv) / total[..., None])
+    return np.asarray(np.einsum("shn,nc->shc", to_f64(to_bf16(p)), kv) / total[..., None])
 
 
 def products(numerics: Numerics) -> str:
@@ -264,7 +266,7 @@ def products(numerics: Numerics) -> str:
     scale4 = generator.integers(118, 130, (n, k // 32)).astype(np.uint8)
     w8 = QuantizedWeight(torch.from_numpy(fp8), torch.from_numpy(scale8), "fp8")
     w4 = QuantizedWeight(torch.from_numpy(fp4), torch.from_numpy(scale4), "fp4")
-    values = wide(fp8_steps(bits_of(x), 128))
+    values = to_f64(fp8_round_trip(to_bits(x), 128))
     for name, weight in (("FP8", w8), ("FP4", w4)):
         dense = _values(weight)
         require(
@@ -273,12 +275,12 @@ def products(numerics: Numerics) -> str:
         _product_close(f"{name} product", q_linear(x, weight, numerics), values, dense, numerics)
     plain = random_bf16(n, k, seed=9)
     sums = linear_hi(x, plain, numerics).double().numpy()
-    exact = wide(bits_of(x)) @ wide(bits_of(plain)).T
+    exact = to_f64(to_bits(x)) @ to_f64(to_bits(plain)).T
     limit = 1e-12 if numerics.accumulate == "float64" else 1e-4
     require(bool((np.abs(sums - exact) <= limit * np.abs(exact).max()).all()), "plain product")
     grouped = grouped_linear(x.reshape(rows, 1, k), w8, numerics)
-    rounded_weight = wide(rounded(_values(w8)))
-    _product_close("grouped product", grouped[:, 0], wide(bits_of(x)), rounded_weight, numerics)
+    rounded_weight = to_f64(to_bf16(_values(w8)))
+    _product_close("grouped product", grouped[:, 0], to_f64(to_bits(x)), rounded_weight, numerics)
     return f"FP8, FP4, BF16 and grouped, computed by {backend_in_use(numerics)}"
 
 
@@ -300,8 +302,8 @@ def _product_close(name: str, found: Tensor, x: F64, w: F64, numerics: Numerics)
     """
     exact, sizes = x @ w.T, np.abs(x) @ np.abs(w).T
     slack = sizes * (1e-14 if numerics.accumulate == "float64" else 1e-5)
-    seen = order(bits_of(found))
-    low, high = order(rounded(exact - slack)), order(rounded(exact + slack))
+    seen = ordinals(to_bits(found))
+    low, high = ordinals(to_bf16(exact - slack)), ordinals(to_bf16(exact + slack))
     wrong = int(((seen < low) | (seen > high)).sum())
     require(wrong == 0, f"{name}: {wrong} of {found.numel()} values differ")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from v4tool.check import kernels
-from v4tool.check.kernels import Wrong
+from v4tool.check.kernels import CheckFailed
 from v4tool.checkpoint.inspection import inspect
 from v4tool.checkpoint.layout import TensorSpec, layout
 from v4tool.checkpoint.shards import Checkpoint
@@ -110,25 +110,27 @@ def run_row(name: str, task: Callable[[], str]) -> PortRow:
     try:
         status: Status = "ok"
         detail = task()
-    except (Wrong, CheckpointError) as problem:
+    except (CheckFailed, CheckpointError) as problem:
         status, detail = "failed", str(problem)
     return PortRow(name, status, detail, time.monotonic() - started)
 
 
 def structure(directory: Path | str) -> str:
-    """Names, dtypes and shapes against the layout: nothing missing, nothing that the port does
-    not read.
+    """Names, dtypes and shapes against the layout: nothing missing or different, and no unknown
+    tensor that may be a misnamed one.
     """
     rows = inspect(directory)
-    wrong = [row for row in rows if row.status != "ok"]
+    wrong = [row for row in rows if row.status not in ("ok", "extra")]
     if wrong:
         kinds = {status: [r.name for r in wrong if r.status == status] for status in
                  ("missing", "unexpected", "different")}  # fmt: skip
         shown = "; ".join(
             f"{len(names)} {kind}, first {names[0]}" for kind, names in kinds.items() if names
         )
-        raise Wrong(shown)
-    return f"{len(rows)} tensors, all of the layout and nothing else"
+        raise CheckFailed(shown)
+    extra = sum(row.status == "extra" for row in rows)
+    beside = f"{extra} that it does not know" if extra else "nothing else"
+    return f"{len(rows) - extra} tensors, all of the layout and {beside}"
 
 
 def weight_bytes(config: ModelConfig, *, quick: bool) -> int:
@@ -182,7 +184,7 @@ def _judge_weight(name: str, dtype: str, part: Tensor) -> None:
     else:
         bad = 0  # every FP4 code is a number; a NaN scale was refused when it was read
     if bad:
-        raise Wrong(f"{name}: {bad} values are NaN or infinite")
+        raise CheckFailed(f"{name}: {bad} values are NaN or infinite")
 
 
 def layer_types(config: ModelConfig) -> dict[str, int]:
@@ -252,16 +254,16 @@ def _judge_outputs(seen: dict[str, Tensor], keys: "Keys") -> None:
     missing = [key for key in keys if not is_expert(key) and key not in seen]
     unknown = [key for key in seen if generic(key) not in keys]
     if missing or unknown:
-        raise Wrong(f"keys missing {missing[:3]}, keys unknown {unknown[:3]}")
+        raise CheckFailed(f"keys missing {missing[:3]}, keys unknown {unknown[:3]}")
     for key, value in seen.items():
         wanted = keys[generic(key)].shape
         if len(wanted) != value.dim() or any(
             n not in (None, found) for n, found in zip(wanted, value.shape, strict=True)
         ):
-            raise Wrong(f"{key}: shape {list(value.shape)}, expected {list(wanted)}")
+            raise CheckFailed(f"{key}: shape {list(value.shape)}, expected {list(wanted)}")
         if value.is_floating_point() and not value.isfinite().all():
             count = int((~value.isfinite()).sum())
-            raise Wrong(f"{key}: {count} of {value.numel()} values are NaN or infinite")
+            raise CheckFailed(f"{key}: {count} of {value.numel()} values are NaN or infinite")
 
 
 def _judge_reading(read: Iterable[str], checkpoint: Checkpoint, layer: int, tokens: int) -> int:
@@ -282,5 +284,5 @@ def _judge_reading(read: Iterable[str], checkpoint: Checkpoint, layer: int, toke
             continue
         number = end.split(".")[2] if end.startswith("ffn.experts.") else None
         if number is None or number in experts:
-            raise Wrong(f"{name} was never read")
+            raise CheckFailed(f"{name} was never read")
     return len(experts)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from v4tool.check.bits import F64, FP32_HALF_ULP, Bits, rounded, same, wide
+from v4tool.check.bits import F64, FP32_HALF_ULP, Bits, equal_values, to_bf16, to_f64
 from v4tool.check.block_pass import BlockPass
 from v4tool.check.coefficients import Coefficients
 from v4tool.check.file_tensors import FileTensors
 from v4tool.check.findings import Findings
-from v4tool.check.weight_values import acc_equal, bits_of, numbers, tensor
+from v4tool.check.weight_values import compare_sums, to_bits, to_numpy, to_tensor
 from v4tool.names import has_indexer
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from v4tool.quant.linear import QuantizedWeight
 
 RULE = "product"
-MOST_UNSURE = 6
+MOST_AMBIGUOUS = 6
 """Unsure elements of a row whose 2^n choices are all tried; a row with more is not judged."""
 
 
@@ -88,7 +88,7 @@ class Products:
         """q_linear of bits [n, K]: bits [n, N]."""
         from v4tool.quant.linear import q_linear
 
-        return bits_of(q_linear(tensor(x), self.weight(name, x.shape[-1]), self.numerics))
+        return to_bits(q_linear(to_tensor(x), self.weight(name, x.shape[-1]), self.numerics))
 
     def linear(self, name: str, x: str) -> None:
         """`name.out` is the quantised product of x with the weight."""
@@ -114,7 +114,7 @@ class Products:
         o[..., -self.config.rope_head_dim :] = self.tensors.bits(back)
         o = o.reshape(len(o), self.config.o_groups, -1)
         weight = self.weight("attn.wo_a", o.shape[-1])
-        expected = bits_of(grouped_linear(tensor(o), weight, self.numerics))
+        expected = to_bits(grouped_linear(to_tensor(o), weight, self.numerics))
         found = self.tensors.bits(key)
         of = [out, back, f"{self.block.weights}attn.wo_a.weight"]
         self.findings.compare(RULE, key, found, expected.reshape(found.shape), of)
@@ -126,7 +126,7 @@ class Products:
         from v4tool.quant.linear import linear_hi
 
         weight = self.checkpoint.read(self.block.weights + name)
-        return np.asarray(linear_hi(tensor(x), weight, self.numerics).numpy())
+        return np.asarray(linear_hi(to_tensor(x), weight, self.numerics).numpy())
 
     def compressors(self) -> None:
         """The compressors' projections and pooling, the indexer's queries and weights."""
@@ -145,7 +145,7 @@ class Products:
     def _weights_proj(self, x: Bits) -> None:
         key = self.block.key("attn.indexer.weights_proj.out")
         if key in self.tensors:
-            expected = rounded(self.plain("attn.indexer.weights_proj.weight", x))
+            expected = to_bf16(self.plain("attn.indexer.weights_proj.weight", x))
             of = [self.block.key("attn_norm.out"), f"{self.block.weights}attn.indexer.weights_proj"]
             self.findings.compare(RULE, key, self.tensors.bits(key), expected, of)
 
@@ -155,7 +155,7 @@ class Products:
             expected = self.plain(f"{name}.weight", x)
             of = [self.block.key("attn_norm.out"), f"{self.block.weights}{name}.weight"]
             found = self.tensors.floats(key)
-            acc_equal(self.findings, RULE, key, found, expected, np.abs(expected), of)
+            compare_sums(self.findings, RULE, key, found, expected, np.abs(expected), of)
 
     # ---- gate and experts ---------------------------------------------------------------------
 
@@ -171,14 +171,14 @@ class Products:
         routes = self.tensors.ints(choice)
         of = [x, f"{block.weights}ffn.gate.weight"]
         if not self.config.is_hash(block.layer):
-            biased = scores + numbers(self.checkpoint.read(f"{block.weights}ffn.gate.bias"))
+            biased = scores + to_numpy(self.checkpoint.read(f"{block.weights}ffn.gate.bias"))
             ranked = np.argsort(-biased, axis=1, kind="stable")[:, : routes.shape[1]]
             self.findings.equal(RULE, choice, routes, ranked, of)
         if routes.min() >= 0 and routes.max() < scores.shape[1]:
             chosen = np.take_along_axis(scores, routes, 1)
             expected = chosen / chosen.sum(1, keepdims=True) * self.config.route_scale
             found = self.tensors.floats(key)
-            acc_equal(self.findings, RULE, key, found, expected, np.abs(expected), of)
+            compare_sums(self.findings, RULE, key, found, expected, np.abs(expected), of)
 
     def experts(self) -> None:
         """w1, w3 and w2 of the shared expert and of every routed one."""
@@ -211,24 +211,24 @@ class Products:
         if not self.tensors.has(w1, w3, w2):
             return
         limit = self.config.swiglu_limit
-        a = np.minimum(wide(self.tensors.bits(w1)), limit)
-        u = np.clip(wide(self.tensors.bits(w3)), -limit, limit)
+        a = np.minimum(to_f64(self.tensors.bits(w1)), limit)
+        u = np.clip(to_f64(self.tensors.bits(w3)), -limit, limit)
         h = a / (1 + np.exp(-a)) * u
         error = np.abs(h) * 1e-15
         if weight is not None:
             h = weight[:, None] * h
             error = np.abs(h) * (FP32_HALF_ULP + 1e-15)
-        self._unsure_product(f"{name}.w2", w2, rounded(h - error), rounded(h + error), [w1, w3])
+        self._unsure_product(f"{name}.w2", w2, to_bf16(h - error), to_bf16(h + error), [w1, w3])
 
     def _unsure_product(
         self, name: str, key: str, low: Bits, high: Bits, of: Sequence[str]
     ) -> None:
         """A quantised product whose input lies between two BF16 values, mostly equal ones."""
         found, expected = self.tensors.bits(key), self.product(name, low)
-        differ = ~same(found, expected).all(1)
+        differ = ~equal_values(found, expected).all(1)
         for row in np.flatnonzero(differ & (low != high).any(1)):
             unsure = np.flatnonzero(low[row] != high[row])
-            if len(unsure) > MOST_UNSURE:
+            if len(unsure) > MOST_AMBIGUOUS:
                 expected[row] = found[row]
                 continue
             choices = np.repeat(low[row][None], 2 ** len(unsure), 0)
@@ -236,7 +236,7 @@ class Products:
                 taken = unsure[list(pick)]
                 choices[i, taken] = high[row, taken]
             results = self.product(name, choices)
-            fitting = same(results, found[row]).all(1)
+            fitting = equal_values(results, found[row]).all(1)
             if fitting.any():
                 expected[row] = found[row]
         self.findings.compare(RULE, key, found, expected, of)

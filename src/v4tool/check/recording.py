@@ -241,7 +241,7 @@ class _Check:
                     collector.take(piece)
                 checksums.take(piece)
                 if piece.last:
-                    background.passed(piece.entry.key)
+                    background.tensor_read(piece.entry.key)
                 progress(len(piece.data))
             values.close()
             self.seconds["reading"] = time.monotonic() - started
@@ -250,8 +250,8 @@ class _Check:
         if identities and exact:
             with np.errstate(all="ignore"):
                 check_embeddings(self.expected, self.blocks, self.tensors, self.findings)
-                self.duplicates.settle()
-                self.weight_bounds.settle(discrete=lambda rule: rule != "attention")
+                self.duplicates.check()
+                self.weight_bounds.check_across_passes(discrete=lambda rule: rule != "attention")
         self.seconds["file"] = time.monotonic() - started
 
     def _hashes(self, checksums: "Checksums") -> None:
@@ -300,8 +300,8 @@ class _Check:
             if (tally := tallies.get(rule.id)) is not None
         ]
         ties = [row.tied for row in rows if row.rule.family in ("identity", "weights")]
-        order = {key: place for place, key in enumerate(self.header.entries)}
-        findings = sorted(self.findings.findings, key=lambda f: (order.get(f.key, -1), f.rule))
+        order = {key: position for position, key in enumerate(self.header.entries)}
+        findings = sorted(self.findings.items, key=lambda f: (order.get(f.key, -1), f.rule))
         return CheckResult(
             self.header.path, findings, rows, len(self.header.entries),
             len(frozenset().union(*ties)), self.payload_sha256, self.seconds,

@@ -173,18 +173,18 @@ def _groups(header: Header) -> dict[str, set[str]]:
 
 
 def _check_routing(
-    place: str,
+    prefix: str,
     groups: dict[str, set[str]],
     header: Header,
     expected: Expectation,
     tensors: FileTensors,
     findings: Findings,
 ) -> None:
-    """One layer in one pass; `place` ends in `ffn.`."""
-    gate = f"{place}gate.out.1"
+    """One layer in one pass; `prefix` ends in `ffn.`."""
+    gate = f"{prefix}gate.out.1"
     if gate not in tensors:
         return
-    present = {int(name.rsplit(".", 1)[1]): name for name in groups if name.startswith(place)}
+    present = {int(name.rsplit(".", 1)[1]): name for name in groups if name.startswith(prefix)}
     routes = tensors.ints(gate)
     experts, counts = np.unique(routes, return_counts=True)
     wanted = dict(zip(experts.tolist(), counts.tolist(), strict=True))
@@ -192,7 +192,7 @@ def _check_routing(
     if present or not expected.partial:
         for expert in sorted(wanted.keys() - present.keys()):
             named = f"recorded, {wanted[expert]} tokens are routed to it in {gate}"
-            findings.report(f"{place}experts.{expert}", "expert routed", named, "no such keys")
+            findings.report(f"{prefix}experts.{expert}", "expert routed", named, "no such keys")
     for expert in sorted(present.keys() - wanted.keys()):
         findings.report(present[expert], "expert routed", f"named in {gate}", "not named there")
     for expert in sorted(present.keys() & wanted.keys()):

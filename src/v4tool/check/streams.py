@@ -18,23 +18,23 @@ from v4tool.check.bits import (
     F64,
     FP32_HALF_ULP,
     Bits,
-    number,
-    order,
-    rounded,
-    rounded_f32,
-    same,
-    wide,
-    widen,
+    equal_values,
+    format_number,
+    ordinals,
+    round_f32,
+    to_bf16,
+    to_f32,
+    to_f64,
 )
 from v4tool.check.block_pass import BlockPass
 from v4tool.check.findings import value_of
-from v4tool.check.weight_bounds import Votes, norm_bounds
+from v4tool.check.weight_bounds import RowBounds, norm_bounds
 
 Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Few:
+class SparseError:
     """A few places of an array and a number for each: flat indices, ascending, and F64 of that
     length.
     """
@@ -50,11 +50,11 @@ class Few:
         return np.where(self.where[place] == where, self.amount[place], 0.0)
 
 
-NONE = Few(np.zeros(0, np.int64), np.zeros(0))
+NO_ERROR = SparseError(np.zeros(0, np.int64), np.zeros(0))
 
 
 @dataclass(frozen=True)
-class Unsure:
+class BoundedValues:
     """Values F64 [s, K, D] of which a few are unsure.
 
     spread: where, and how far the real value may lie from the one given; room: a buffer [s, 1 +
@@ -62,7 +62,7 @@ class Unsure:
     """
 
     values: F64
-    spread: Few = NONE
+    spread: SparseError = NO_ERROR
     room: F64 | None = None
 
     def dense_spread(self) -> F64:
@@ -72,50 +72,52 @@ class Unsure:
         return dense
 
 
-def with_room(s: int, k: int, d: int) -> F64:
+def term_buffer(s: int, k: int, d: int) -> F64:
     """A buffer for values [s, k, d] with room for one more term in front."""
     return np.empty((s, 1 + k, d))
 
 
-def spread_of_sums(coefficients: F64, terms: Unsure) -> Few:
+def propagated_error(coefficients: F64, terms: BoundedValues) -> SparseError:
     """How far sums may be off because terms are: coefficients [s, J, K], terms [s, K, D]."""
     if not terms.spread.where.size:
-        return NONE
+        return NO_ERROR
     s, k, d = np.unravel_index(terms.spread.where, terms.values.shape)
     streams, width = coefficients.shape[1], terms.values.shape[2]
     positions = (s[:, None] * streams + np.arange(streams)) * width + d[:, None]
     amounts = np.abs(coefficients[s, :, k]) * terms.spread.amount[:, None]
     where, back = np.unique(positions, return_inverse=True)
     totals = np.bincount(back.reshape(-1), amounts.reshape(-1), len(where))
-    return Few(where, totals.astype(np.float64))
+    return SparseError(where, totals.astype(np.float64))
 
 
-def error_at(where: Indices, coefficients: F64, terms: Unsure, extra: Few) -> F64:
+def error_of_sums(
+    where: Indices, coefficients: F64, terms: BoundedValues, extra: SparseError
+) -> F64:
     """How far the sums at flat indices of [s, J, D] may be off."""
     s, j, d = np.unravel_index(where, (*coefficients.shape[:2], terms.values.shape[2]))
     sizes = (np.abs(coefficients[s, j]) * np.abs(terms.values[s, :, d])).sum(-1)
     return np.asarray(FP32_HALF_ULP * (1 + 1e-6) * sizes + extra.at(where))
 
 
-def settled(coefficients: F64, terms: Unsure) -> Unsure:
+def bounded_sums(coefficients: F64, terms: BoundedValues) -> BoundedValues:
     """The BF16 value of each sum, unsure where the sum is too close to a boundary.
 
     coefficients [s, J, K], terms [s, K, D] -> [s, J, D].
     """
     sums: F64 = coefficients @ terms.values
     words = sums.astype(np.float32)
-    room = with_room(*sums.shape)
-    room[:, 1:] = rounded_f32(words)
-    extra = spread_of_sums(coefficients, terms)
+    room = term_buffer(*sums.shape)
+    room[:, 1:] = round_f32(words)
+    extra = propagated_error(coefficients, terms)
     where = _close(words, coefficients, terms, extra)
-    error = error_at(where, coefficients, terms, extra)
+    error = error_of_sums(where, coefficients, terms, extra)
     at = sums.reshape(-1)[where]
-    low, high = wide(rounded(at - error)), wide(rounded(at + error))
+    low, high = to_f64(to_bf16(at - error)), to_f64(to_bf16(at + error))
     unsure = low != high
-    return Unsure(room[:, 1:], Few(where[unsure], (high - low)[unsure]), room)
+    return BoundedValues(room[:, 1:], SparseError(where[unsure], (high - low)[unsure]), room)
 
 
-def _close(words: F32, coefficients: F64, terms: Unsure, extra: Few) -> Indices:
+def _close(words: F32, coefficients: F64, terms: BoundedValues, extra: SparseError) -> Indices:
     """Flat indices of the sums that may lie within their error of a BF16 boundary (some too
     many).
     """
@@ -133,7 +135,7 @@ def _close(words: F32, coefficients: F64, terms: Unsure, extra: Few) -> Indices:
     return np.union1d(near, extra.where) if extra.where.size else near
 
 
-class Judged:
+class BoundedComparison:
     """Recorded values against sums with an error, in pieces; reports once."""
 
     def __init__(self, block: BlockPass, rule: str, key: str, of: list[str]) -> None:
@@ -141,23 +143,23 @@ class Judged:
         self.count = self.accepted = self.wrong = 0
         self.first: tuple[int, str, str] | None = None
 
-    def add(self, start: int, found: Bits, coefficients: F64, terms: Unsure) -> None:
+    def add(self, start: int, found: Bits, coefficients: F64, terms: BoundedValues) -> None:
         """Compare found bits [s, J, D] with the sums; `start`: flat index of the first one."""
         sums: F64 = coefficients @ terms.values
-        expected = rounded(sums)
+        expected = to_bf16(sums)
         self.count += found.size
-        where = np.flatnonzero(~same(found, expected).reshape(-1))
+        where = np.flatnonzero(~equal_values(found, expected).reshape(-1))
         if not where.size:
             return
-        error = error_at(where, coefficients, terms, spread_of_sums(coefficients, terms))
-        at, seen = sums.reshape(-1)[where], order(found.reshape(-1)[where])
-        fits = (order(rounded(at - error)) <= seen) & (seen <= order(rounded(at + error)))
+        error = error_of_sums(where, coefficients, terms, propagated_error(coefficients, terms))
+        at, seen = sums.reshape(-1)[where], ordinals(found.reshape(-1)[where])
+        fits = (ordinals(to_bf16(at - error)) <= seen) & (seen <= ordinals(to_bf16(at + error)))
         self.accepted += int(fits.sum())
         wrong = where[~fits]
         self.wrong += wrong.size
         if wrong.size and self.first is None:
             i = int(wrong[0])
-            shown = [number(value_of(bits.reshape(-1)[i])) for bits in (expected, found)]
+            shown = [format_number(value_of(bits.reshape(-1)[i])) for bits in (expected, found)]
             self.first = (start + i, shown[0], shown[1])
 
     def close(self) -> None:
@@ -167,7 +169,7 @@ class Judged:
         if self.first is None:
             return
         index, expected, found = self.first
-        where = findings.place(self.key, index, (self.count,))
+        where = findings.indices(self.key, index, (self.count,))
         findings.report(
             self.key,
             self.rule,
@@ -194,17 +196,17 @@ class Streams:
             of = [f"{block.pass_prefix}layers.{block.layer - 1}.out"]
         return cls(block, of) if block.tensors.has(*of) else None
 
-    def read(self, start: int, stop: int) -> Unsure:
+    def read(self, start: int, stop: int) -> BoundedValues:
         """BF16 values of some tokens: [s, M, D], all of them sure."""
         tensors, config = self.block.tensors, self.block.config
-        room = with_room(stop - start, config.hc_mult, config.dim)
-        values = widen(tensors.bits(self.of[0], start, stop))
+        room = term_buffer(stop - start, config.hc_mult, config.dim)
+        values = to_f32(tensors.bits(self.of[0], start, stop))
         if self.block.is_mtp:
-            sums = wide(tensors.bits(self.of[1], start, stop)) + values[:, None]
-            room[:, 1:] = widen(rounded(sums))
+            sums = to_f64(tensors.bits(self.of[1], start, stop)) + values[:, None]
+            room[:, 1:] = to_f32(to_bf16(sums))
         else:
             room[:, 1:] = values[:, None] if self.block.layer == 0 else values
-        return Unsure(room[:, 1:], room=room)
+        return BoundedValues(room[:, 1:], room=room)
 
 
 def check_streams(block: BlockPass) -> None:
@@ -219,15 +221,15 @@ def check_streams(block: BlockPass) -> None:
     last = [block.key(f"hc_ffn.{name}") for name in ("post", "comb")] + [block.key("ffn.out")]
     leaving = block.key("out")
     ends = goes_on and not block.is_mtp and block.tensors.has(leaving, *last)
-    judged = Judged(block, "streams", leaving, [*entering.of, *middle, *last])
+    judged = BoundedComparison(block, "streams", leaving, [*entering.of, *middle, *last])
     width = block.config.hc_mult * block.config.dim
     for start, stop in block.pieces(width):
         x = entering.read(start, stop)
-        attn.add(start, stop, settled(_pre(block, "hc_attn", start, stop), x))
+        attn.add(start, stop, bounded_sums(_pre(block, "hc_attn", start, stop), x))
         if not goes_on:
             continue
-        x = settled(*post_terms(block, "hc_attn", "attn.out", x, start, stop))
-        ffn.add(start, stop, settled(_pre(block, "hc_ffn", start, stop), x))
+        x = bounded_sums(*post_terms(block, "hc_attn", "attn.out", x, start, stop))
+        ffn.add(start, stop, bounded_sums(_pre(block, "hc_ffn", start, stop), x))
         if ends:
             found = block.tensors.bits(leaving, start, stop)
             post = post_terms(block, "hc_ffn", "ffn.out", x, start, stop)
@@ -239,13 +241,15 @@ def check_streams(block: BlockPass) -> None:
         judged.close()
 
 
-def middle_streams(block: BlockPass, x: Unsure, start: int, stop: int) -> Unsure | None:
+def middle_streams(
+    block: BlockPass, x: BoundedValues, start: int, stop: int
+) -> BoundedValues | None:
     """The streams after attention from those before it, some tokens; None where keys are
     missing.
     """
     if not block.has("hc_attn.post", "hc_attn.comb", "attn.out"):
         return None
-    return settled(*post_terms(block, "hc_attn", "attn.out", x, start, stop))
+    return bounded_sums(*post_terms(block, "hc_attn", "attn.out", x, start, stop))
 
 
 def _pre(block: BlockPass, name: str, start: int, stop: int) -> F64:
@@ -254,8 +258,8 @@ def _pre(block: BlockPass, name: str, start: int, stop: int) -> F64:
 
 
 def post_terms(
-    block: BlockPass, name: str, result: str, x: Unsure, start: int, stop: int
-) -> tuple[F64, Unsure]:
+    block: BlockPass, name: str, result: str, x: BoundedValues, start: int, stop: int
+) -> tuple[F64, BoundedValues]:
     """Coefficients [s, M, 1 + M] and terms [s, 1 + M, D] of hc_post: the sublayer's result,
     then the streams.
     """
@@ -265,13 +269,13 @@ def post_terms(
     coefficients = np.concatenate([post[..., None], comb.swapaxes(1, 2)], axis=2)
     room = x.room
     if room is None:
-        room = with_room(*x.values.shape)
+        room = term_buffer(*x.values.shape)
         room[:, 1:] = x.values
-    room[:, 0] = widen(tensors.bits(block.key(result), start, stop))
+    room[:, 0] = to_f32(tensors.bits(block.key(result), start, stop))
     # an unsure stream k of token s is term k + 1 now
     k, width = x.values.shape[1:]
     moved = x.spread.where + (x.spread.where // (k * width) + 1) * width
-    return coefficients, Unsure(room, Few(moved, x.spread.amount))
+    return coefficients, BoundedValues(room, SparseError(moved, x.spread.amount))
 
 
 class _Norm:
@@ -279,9 +283,9 @@ class _Norm:
 
     def __init__(self, block: BlockPass, rule: str, out: str, of: list[str]) -> None:
         self.block, self.rule, self.out = block, rule, out
-        self.votes = Votes(block.key(out), tuple(of), block.config.dim, discrete=True)
+        self.votes = RowBounds(block.key(out), tuple(of), block.config.dim, discrete=True)
 
-    def add(self, start: int, stop: int, y: Unsure) -> None:
+    def add(self, start: int, stop: int, y: BoundedValues) -> None:
         """Take some tokens' mixed streams, [s, 1, D]."""
         if self.block.has(self.out):
             out = self.block.tensors.bits(self.block.key(self.out), start, stop)
@@ -305,10 +309,10 @@ def check_mtp_input(block: BlockPass) -> None:
     _check_hnorm(block)
     if block.has("enorm.out"):
         rows = tensors.bits(block.key("enorm.out"))
-        block.duplicates.tie(block.weights, rows, block.prefix, ["e_proj.out"], "enorm.out")
+        block.duplicates.add(block.weights, rows, block.prefix, ["e_proj.out"], "enorm.out")
     if block.has("hnorm.out"):
         rows = tensors.bits(block.key("hnorm.out")).reshape(-1, block.config.dim)
-        block.duplicates.tie(block.weights, rows, block.prefix, ["h_proj.out"], "hnorm.out")
+        block.duplicates.add(block.weights, rows, block.prefix, ["h_proj.out"], "hnorm.out")
     for name in ("out", "logits.out"):
         if block.has(name, "head.out"):
             of = block.key("head.out")
@@ -326,9 +330,9 @@ def _check_hnorm(block: BlockPass) -> None:
         return
     tensors, dim, tokens = block.tensors, block.config.dim, block.step.tokens
     first = tensors.count(streams) - tokens
-    votes = Votes(block.key("hnorm.out"), (streams,), dim, discrete=True)
+    votes = RowBounds(block.key("hnorm.out"), (streams,), dim, discrete=True)
     for start, stop in block.pieces(block.config.hc_mult * dim):
-        x = widen(tensors.bits(streams, first + start, first + stop)).reshape(-1, dim)
+        x = to_f32(tensors.bits(streams, first + start, first + stop)).reshape(-1, dim)
         out = tensors.bits(block.key("hnorm.out"), start, stop).reshape(-1, dim)
         votes.add(*norm_bounds(out, x, block.config.norm_eps))
     block.weight_bounds.add("hnorm", f"{block.weights}hnorm.weight", votes)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from v4tool.check.attention import TABLE
-from v4tool.check.bits import F64, Ints, Mask, at, number
+from v4tool.check.bits import F64, Ints, Mask, format_number, unravel
 from v4tool.check.block_pass import BlockPass
 from v4tool.check.findings import Findings
 from v4tool.check.formulas import allowed_blocks
@@ -57,7 +57,7 @@ class ValueRules:
         where = np.flatnonzero(bad)
         value = piece.data.view(np.float32)[where[0]]
         first = piece.offset // 4 + int(where[0])
-        self._wrong.setdefault((key, rule), []).append((first, where.size, number(value)))
+        self._wrong.setdefault((key, rule), []).append((first, where.size, format_number(value)))
 
     def close(self) -> None:
         """Report all findings and tallies."""
@@ -66,9 +66,9 @@ class ValueRules:
         expected = {"finite": "finite values", "bf16": "values with 16 low bits of 0"}
         for (key, rule), found in self._wrong.items():
             first, _, value = found[0]
-            place = at(first, self.findings.shapes[key])
+            where = unravel(first, self.findings.shapes[key])
             count = sum(n for _, n, _ in found)
-            self.findings.report(key, rule, expected[rule], f"{value} at {place}; {count} values")
+            self.findings.report(key, rule, expected[rule], f"{value} at {where}; {count} values")
 
 
 def as_words(data: Bytes) -> bool:
@@ -188,7 +188,7 @@ def check_gate(block: BlockPass) -> None:
                 key,
                 "gate sum",
                 f"weights from 0 up that sum to {config.route_scale}",
-                f"{number(weights[row].sum())} for token {row}; {int(wrong.sum())} tokens",
+                f"{format_number(weights[row].sum())} for token {row}; {int(wrong.sum())} tokens",
             )
 
 
@@ -206,9 +206,10 @@ def check_coefficients(block: BlockPass, name: str) -> None:
             wrong |= values == 0
         if wrong.any():
             i = int(np.flatnonzero(wrong)[0])
-            found = f"{number(values.reshape(-1)[i])}; {int(wrong.sum())} values"
+            found = f"{format_number(values.reshape(-1)[i])}; {int(wrong.sum())} values"
             open_end = "(" if part == "pre" else "["
-            block.findings.report(key, f"hc {part}", f"{open_end}{low}, {number(high)}]", found)
+            expected = f"{open_end}{low}, {format_number(high)}]"
+            block.findings.report(key, f"hc {part}", expected, found)
     key = block.key(f"{name}.comb")
     if key in tensors:
         _check_comb(block, key, tensors.floats(key).astype(np.float64))
@@ -231,7 +232,7 @@ def _check_comb(block: BlockPass, key: str, comb: F64) -> None:
         )
 
 
-def spread(comb: F64) -> F64:
+def projective_diameter(comb: F64) -> F64:
     """The projective diameter of each matrix: log of its largest cross-ratio, [s, M, M] -> [s].
 
     Scaling rows and columns does not change it, so the end of the iteration tells it of the
@@ -253,7 +254,7 @@ def row_residual(comb: F64, iterations: int, eps: float) -> F64:
     eps a half step with a geometric sum, and FP32.
     """
     m = comb.shape[-1]
-    k = np.tanh(spread(comb) / 4)
+    k = np.tanh(projective_diameter(comb) / 4)
     apart = math.log((1 + eps) / eps) * k ** (2 * iterations - 1)
     kept = np.minimum(1 / np.maximum(1 - k, 1e-300), 2.0 * iterations)
     return np.asarray(np.expm1(np.minimum(apart + 2 * m * eps * kept, 50)) + m * FP32_ULP)

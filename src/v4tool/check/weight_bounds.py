@@ -21,14 +21,14 @@ from v4tool.check.bits import (
     Bits,
     Ints,
     Mask,
-    between,
-    number,
-    wide,
+    format_number,
+    holds_bf16,
+    to_f64,
 )
 from v4tool.check.findings import Findings
 
 Floats = F32 | F64
-VOTERS = 256
+ROWS_KEPT = 256
 """Rows of a pass that are kept to find the one that is wrong; further rows only narrow the
 bounds.
 """
@@ -113,7 +113,7 @@ def sink_bounds(out: Bits, numerator: F64, denominator: F64, highest: F64) -> tu
 
 
 @dataclass
-class Pass:
+class PassBounds:
     """What one pass says: bounds [n], the key they come from, its inputs, how many rows it has."""
 
     key: str
@@ -131,10 +131,10 @@ class WeightBounds:
 
     def __init__(self, findings: Findings) -> None:
         self.findings = findings
-        self._passes: dict[tuple[str, str], list[Pass]] = {}
+        self._passes: dict[tuple[str, str], list[PassBounds]] = {}
         self._lock = threading.Lock()
 
-    def add(self, rule: str, weight: str, votes: "Votes") -> None:
+    def add(self, rule: str, weight: str, votes: "RowBounds") -> None:
         """Judge one pass's rows and keep what they say of the weight."""
         key, of = votes.key, votes.of
         self.findings.applied(rule, [key, *of], votes.values)
@@ -144,14 +144,16 @@ class WeightBounds:
             self._report_rows(rule, votes, wrong)
             low, high = low.copy(), high.copy()
             low[wrong], high[wrong] = -np.inf, np.inf
-        known = Pass(key, of, low, high, votes.rows)
+        known = PassBounds(key, of, low, high, votes.rows)
         with self._lock:
             self._passes.setdefault((rule, weight), []).append(known)
 
-    def _report_rows(self, rule: str, votes: "Votes", wrong: Ints) -> None:
+    def _report_rows(self, rule: str, votes: "RowBounds", wrong: Ints) -> None:
         column = int(wrong[0])
-        weight, rows = votes.outvoted(column)
-        expected = f"one weight for all {votes.rows} tokens, {number(weight)} in column {column}"
+        weight, rows = votes.violating_rows(column)
+        expected = (
+            f"one weight for all {votes.rows} tokens, {format_number(weight)} in column {column}"
+        )
         where = f"token {rows[0]}" if len(rows) == 1 else f"tokens {', '.join(map(str, rows[:4]))}"
         self.findings.report(
             votes.key,
@@ -160,14 +162,14 @@ class WeightBounds:
             f"{where} cannot have it; {wrong.size} columns disagree",
         )
 
-    def settle(self, discrete: Callable[[str], bool]) -> None:
+    def check_across_passes(self, discrete: Callable[[str], bool]) -> None:
         """Judge every weight across its passes; discrete: whether a rule's weight is a BF16
         number.
         """
         for (rule, weight), passes in sorted(self._passes.items()):
             passes.sort(key=lambda one: one.key)
             if len(passes) > 1:
-                self._settle(rule, weight, passes, discrete(rule))
+                self._check_across(rule, weight, passes, discrete(rule))
 
     def compare(self, known: Callable[[str], F64 | None]) -> None:
         """Judge every pass by the weight itself; known: its values in binary64, if there is one."""
@@ -178,22 +180,24 @@ class WeightBounds:
             for one in passes:
                 self._compare(f"{rule} from weights", weight, values, one)
 
-    def _compare(self, rule: str, weight: str, values: F64, one: Pass) -> None:
+    def _compare(self, rule: str, weight: str, values: F64, one: PassBounds) -> None:
         self.findings.applied(rule, [one.key, *one.of], len(values))
         outside = np.flatnonzero((values < one.low) | (values > one.high))
         if outside.size:
             column = int(outside[0])
-            low, high = number(one.low[column]), number(one.high[column])
+            low, high = format_number(one.low[column]), format_number(one.high[column])
             self.findings.report(
                 one.key,
                 rule,
-                f"what {weight} = {number(values[column])} gives in column {column} "
+                f"what {weight} = {format_number(values[column])} gives in column {column} "
                 f"(from {', '.join(one.of)})",
                 f"what needs {low} ... {high}; {outside.size} columns disagree",
             )
 
-    def _settle(self, rule: str, weight: str, passes: list[Pass], discrete: bool) -> None:
-        possible = between if discrete else _ordered
+    def _check_across(
+        self, rule: str, weight: str, passes: list[PassBounds], discrete: bool
+    ) -> None:
+        possible = holds_bf16 if discrete else _ordered
         low = np.max([p.low for p in passes], 0)
         high = np.min([p.high for p in passes], 0)
         wrong = np.flatnonzero(~possible(low, high))
@@ -203,18 +207,18 @@ class WeightBounds:
         lows = np.array([p.low[column] for p in passes])
         highs = np.array([p.high[column] for p in passes])
         votes = np.array([p.rows for p in passes])
-        value, outside = _majority(lows, highs, votes, discrete)
-        for place in outside:
+        value, outside = _most_allowed(lows, highs, votes, discrete)
+        for i in outside:
             self.findings.report(
-                passes[place].key,
+                passes[i].key,
                 rule,
-                f"the {weight} of the other passes, {number(value)} in column {column} "
-                f"(from {', '.join(passes[place].of)})",
+                f"the {weight} of the other passes, {format_number(value)} in column {column} "
+                f"(from {', '.join(passes[i].of)})",
                 f"a value that needs another; {wrong.size} columns disagree",
             )
 
 
-class Votes:
+class RowBounds:
     """The bounds that the rows of one pass give, [rows, n] in all, added some rows at a time."""
 
     def __init__(self, key: str, of: tuple[str, ...], columns: int, *, discrete: bool) -> None:
@@ -230,7 +234,7 @@ class Votes:
 
     def add(self, low: Floats, high: Floats) -> None:
         """Take the bounds of some more rows, [rows, n] each."""
-        if self.rows < VOTERS:
+        if self.rows < ROWS_KEPT:
             self._kept.append((low, high))
         self.rows += len(low)
         np.maximum(self.low, low.max(0), out=self.low)
@@ -238,20 +242,20 @@ class Votes:
 
     def possible(self, low: F64, high: F64) -> Mask:
         """Where some weight lies within the bounds."""
-        return between(low, high) if self.discrete else _ordered(low, high)
+        return holds_bf16(low, high) if self.discrete else _ordered(low, high)
 
-    def outvoted(self, column: int) -> tuple[float, list[int]]:
+    def violating_rows(self, column: int) -> tuple[float, list[int]]:
         """The weight that most rows allow, and the rows that do not."""
         low = np.concatenate([low[:, column] for low, _ in self._kept]).astype(np.float64)
         high = np.concatenate([high[:, column] for _, high in self._kept]).astype(np.float64)
-        return _majority(low, high, np.ones(len(low), np.int64), self.discrete)
+        return _most_allowed(low, high, np.ones(len(low), np.int64), self.discrete)
 
 
 def _ordered(low: F64, high: F64) -> Mask:
     return np.asarray(low <= high)
 
 
-def _majority(low: F64, high: F64, votes: Ints, discrete: bool) -> tuple[float, list[int]]:
+def _most_allowed(low: F64, high: F64, votes: Ints, discrete: bool) -> tuple[float, list[int]]:
     """The candidate that most votes allow, and which bounds it lies outside of.
 
     Candidates are the lower bounds, or the BF16 numbers next above them.
@@ -273,4 +277,4 @@ def _ceil_bf16(values: F64) -> F64:
     words = np.where(words.astype(np.float64) < values, above, words)
     raw = words.view(np.uint32)
     up = np.where(raw >> np.uint32(31), raw, raw + np.uint32(0xFFFF)) >> np.uint32(16)
-    return np.where(np.isfinite(values), wide(up.astype(np.uint16)), values)
+    return np.where(np.isfinite(values), to_f64(up.astype(np.uint16)), values)

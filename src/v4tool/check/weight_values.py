@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from v4tool.check.bits import F64, Bits, number
+from v4tool.check.bits import F64, Bits, format_number
 from v4tool.check.findings import Findings
 
 if TYPE_CHECKING:
@@ -20,26 +20,26 @@ ULPS = 1
 """How far apart two FP32 values may be that were rounded from sums in another order (SPEC 8)."""
 
 
-def bits_of(values: "Tensor") -> Bits:
+def to_bits(values: "Tensor") -> Bits:
     """A BF16 tensor as bits."""
     import torch
 
     return values.contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
-def numbers(values: "Tensor") -> F64:
+def to_numpy(values: "Tensor") -> F64:
     """A BF16 or FP32 tensor in binary64."""
     return np.asarray(values.double().numpy())
 
 
-def tensor(bits: Bits) -> "Tensor":
+def to_tensor(bits: Bits) -> "Tensor":
     """Bits as a BF16 tensor."""
     import torch
 
     return torch.from_numpy(np.ascontiguousarray(bits).view(np.int16)).view(torch.bfloat16)
 
 
-def acc_equal(
+def compare_sums(
     findings: Findings,
     rule: str,
     key: str,
@@ -59,7 +59,7 @@ def acc_equal(
         i = int(wrong[0])
         findings.report(
             key, rule,
-            f"{number(expected.reshape(-1)[i])} at {findings.place(key, i, found.shape)} "
+            f"{format_number(expected.reshape(-1)[i])} at {findings.indices(key, i, found.shape)} "
             f"(from {', '.join(of)})",
-            f"{number(found.reshape(-1)[i])}; {wrong.size} of {found.size} values differ",
+            f"{format_number(found.reshape(-1)[i])}; {wrong.size} of {found.size} values differ",
         )  # fmt: skip

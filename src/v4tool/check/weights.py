@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from v4tool.check.bits import F64, wide
+from v4tool.check.bits import F64, to_f64
 from v4tool.check.block_pass import BlockPass
 from v4tool.check.embeddings import recorded_embeddings
 from v4tool.check.file_tensors import FileTensors
 from v4tool.check.findings import Findings
 from v4tool.check.products import check_products
 from v4tool.check.specification import Expectation
-from v4tool.check.weight_values import acc_equal, bits_of, numbers
+from v4tool.check.weight_values import compare_sums, to_bits, to_numpy
 
 if TYPE_CHECKING:
     from v4tool.check.weight_bounds import WeightBounds
@@ -67,7 +67,7 @@ def known_weight(checkpoint: "Checkpoint", name: str) -> F64 | None:
     """A norm's weight or a layer's sinks in binary64, or None where the checkpoint has no such
     tensor.
     """
-    return numbers(checkpoint.read(name)).reshape(-1) if name in checkpoint else None
+    return to_numpy(checkpoint.read(name)).reshape(-1) if name in checkpoint else None
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class StoredWeights:
         """Every `embed.out` holds the rows of `embed.weight` for its token ids."""
         for key, rows, ids in recorded_embeddings(self.expected, self.blocks, self.tensors):
             if ids and self._in_vocabulary(ids):
-                fresh = bits_of(self.checkpoint.gather_rows("embed.weight", ids))
+                fresh = to_bits(self.checkpoint.gather_rows("embed.weight", ids))
                 self.findings.compare("embedding", key, rows, fresh, ["embed.weight"])
             elif ids:
                 limit = f"ids below {self.checkpoint.config.vocab_size}"
@@ -115,17 +115,17 @@ class StoredWeights:
         if not pairs:
             return
         last = np.concatenate(
-            [wide(self.tensors.bits(x, self.tensors.count(x) - 1)) for x, _ in pairs]
+            [to_f64(self.tensors.bits(x, self.tensors.count(x) - 1)) for x, _ in pairs]
         )
         found = np.concatenate([self.tensors.floats(y).reshape(1, -1) for _, y in pairs])
         vocabulary = self.checkpoint.config.vocab_size
         sums, sizes = np.empty(found.shape), np.empty(found.shape)
         for start in range(0, vocabulary, MATRIX_ROWS):
             stop = min(start + MATRIX_ROWS, vocabulary)
-            matrix = numbers(self.checkpoint.read_rows("head.weight", start, stop))
+            matrix = to_numpy(self.checkpoint.read_rows("head.weight", start, stop))
             sums[:, start:stop] = last @ matrix.T
             sizes[:, start:stop] = np.abs(last) @ np.abs(matrix).T
         for (x, key), row, expected, size in zip(pairs, found, sums, sizes, strict=True):
-            acc_equal(
+            compare_sums(
                 self.findings, "logits from weights", key, row, expected, size, [x, "head.weight"]
             )

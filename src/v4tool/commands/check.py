@@ -139,7 +139,7 @@ def check_the_port(
     from dataclasses import asdict
 
     from v4tool.check.port import check_port, weight_bytes
-    from v4tool.dump import numerics_of
+    from v4tool.dumping import numerics_of
     from v4tool.report import check as report
     from v4tool.report import tables
     from v4tool.report.progress import bytes_progress
@@ -165,7 +165,7 @@ def check_the_anchors(
     from dataclasses import asdict
 
     from v4tool.check.anchors import check_anchors
-    from v4tool.dump import numerics_of, peak_rss
+    from v4tool.dumping import numerics_of, peak_rss
     from v4tool.report import check as report
     from v4tool.report import tables
     from v4tool.report.progress import DumpProgress

@@ -225,7 +225,7 @@ def list_tensors(
         print_json([{"name": r.name, "status": r.status, "found": str(r.found)} for r in rows])
     else:
         print(tables.status_lines(rows))
-    if any(row.status != "ok" for row in rows):
+    if any(row.status not in ("ok", "extra") for row in rows):
         raise typer.Exit(1)
 
 

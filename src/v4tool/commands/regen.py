@@ -33,7 +33,7 @@ def regen(
     quiet: QuietOption = False,
 ) -> None:
     """Make the manifest's references anew from their frozen ids; replace those that pass."""
-    from v4tool import dump as dumping
+    from v4tool import dumping
     from v4tool import regen as making
     from v4tool.report import check as report
     from v4tool.report import tables

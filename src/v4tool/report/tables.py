@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # a listing must not wait for torch
     from v4tool.checkpoint.inspection import TensorStatus
     from v4tool.checkpoint.layout import TensorSpec
     from v4tool.config import ModelConfig
-    from v4tool.dump import DumpResult
+    from v4tool.dumping import DumpResult
     from v4tool.profiles import Profile
 
 WIDE = 200
