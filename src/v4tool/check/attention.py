@@ -61,12 +61,12 @@ def norm(block: BlockPass, rule: str, x: str, out: str) -> None:
     if not block.has(x, out):
         return
     tensors, width = block.tensors, block.tensors.shape(block.key(out))[-1]
-    votes = RowBounds(block.key(out), (block.key(x),), width, discrete=True)
+    bounds = RowBounds(block.key(out), (block.key(x),), width, discrete=True)
     for start, stop in block.pieces(tensors.bits(block.key(out), 0, 1).size):
         values = to_f32(tensors.bits(block.key(x), start, stop)).reshape(-1, width)
         rows = tensors.bits(block.key(out), start, stop).reshape(-1, width)
-        votes.add(*norm_bounds(rows, values, block.config.norm_eps))
-    block.weight_bounds.add(rule, f"{block.weights}{out.removesuffix('.out')}.weight", votes)
+        bounds.add(*norm_bounds(rows, values, block.config.norm_eps))
+    block.weight_bounds.add(rule, f"{block.weights}{out.removesuffix('.out')}.weight", bounds)
 
 
 def check_queries(block: BlockPass) -> None:
@@ -197,12 +197,12 @@ def check_core(block: BlockPass) -> None:
     if table.size == 0 or table.max() >= len(kv) or table.min() < -1 or (table < 0).all(1).any():
         return
     of = tuple(block.key(name) for name in (Q, KV, TABLE))
-    votes = RowBounds(block.key(OUT), of, config.n_heads, discrete=False)
+    bounds = RowBounds(block.key(OUT), of, config.n_heads, discrete=False)
     for start, stop in block.pieces(config.n_heads * max(config.head_dim, table.shape[1])):
         q = tensors.bits(block.key(Q), start, stop)
         sums = attention_sums(q, kv, table[start:stop])
-        votes.add(*sink_bounds(tensors.bits(block.key(OUT), start, stop), *sums))
-    block.weight_bounds.add("attention", f"{block.weights}attn.attn_sink", votes)
+        bounds.add(*sink_bounds(tensors.bits(block.key(OUT), start, stop), *sums))
+    block.weight_bounds.add("attention", f"{block.weights}attn.attn_sink", bounds)
 
 
 def check_output(block: BlockPass) -> None:

@@ -71,10 +71,10 @@ class Coefficients:
         scale = 1 / np.sqrt(mean + self.config.norm_eps)
         sums = flat @ fn.T
         error = 1e-15 * (np.abs(flat) @ np.abs(fn).T)
-        if x.spread.where.size:
-            spread = x.dense_spread().reshape(len(flat), -1)
-            relative = ((2 * np.abs(flat) + spread) * spread).mean(-1, keepdims=True) / mean
-            error += spread @ np.abs(fn).T + np.abs(sums) * relative
+        if x.error.indices.size:
+            x_error = x.dense_error().reshape(len(flat), -1)
+            relative = ((2 * np.abs(flat) + x_error) * x_error).mean(-1, keepdims=True) / mean
+            error += x_error @ np.abs(fn).T + np.abs(sums) * relative
         return sums * scale, error * scale
 
     def _mix(self, name: str, x: BoundedValues, start: int, stop: int, of: Sequence[str]) -> None:
@@ -150,7 +150,7 @@ class Coefficients:
         pre_error = error * np.abs(scale) / 4 + 1e-15
         values = (pre[:, None] @ streams.values)[:, 0]
         slack = (pre_error[:, None] @ np.abs(streams.values))[:, 0] + 1e-15 * np.abs(values)
-        slack += (pre[:, None] @ streams.dense_spread())[:, 0]
+        slack += (pre[:, None] @ streams.dense_error())[:, 0]
         weight = to_numpy(self.checkpoint.read(f"{path}norm.weight"))
         self._normed(
             key, to_bf16(values - slack), to_bf16(values + slack), weight, [f"{path}hc_head_fn"]

@@ -48,7 +48,7 @@ def check_weights(
         stored.embeddings()
         stored.hash_routing()
         stored.logits()
-        weight_bounds.compare(lambda name: known_weight(checkpoint, name))
+        weight_bounds.compare_stored(lambda name: known_weight(checkpoint, name))
         if deep:
             check_products(blocks, tensors, findings, checkpoint)
 
