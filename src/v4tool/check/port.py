@@ -105,7 +105,7 @@ def _with_weights(
 
 
 def run_row(name: str, task: Callable[[], str]) -> PortRow:
-    """A row from a task that returns what it saw, or raises `Wrong` or CheckpointError."""
+    """A row from a task that returns what it saw, or raises `CheckFailed` or CheckpointError."""
     started = time.monotonic()
     try:
         status: Status = "ok"
