@@ -284,6 +284,8 @@ def dump_cases(
             ids, decode_ids = list(case.input_ids), list(case.decode_ids)
             recorders.append(recorder)
             sequences.append(stream.Sequence(ids, recorder.tap, case.decode, decode_ids))
+        # torch's own threads would only compete with ours; a caller gets its number back
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         stream.run(checkpoint, config, numerics_of(profile), sequences, layer_range, progress.watch)
         return [

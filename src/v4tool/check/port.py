@@ -116,9 +116,11 @@ def run_row(name: str, task: Callable[[], str]) -> PortRow:
 
 
 def structure(directory: Path | str) -> str:
-    """Names, dtypes and shapes of all tensors equal the layout, none missing and none more."""
+    """Names, dtypes and shapes equal the layout: no tensor is missing or different, and no unknown
+    one may be a misnamed one of the layout.
+    """
     rows = inspect(directory)
-    wrong = [row for row in rows if row.status != "ok"]
+    wrong = [row for row in rows if row.status not in ("ok", "extra")]
     if wrong:
         kinds = {status: [r.name for r in wrong if r.status == status] for status in
                  ("missing", "unexpected", "different")}  # fmt: skip
@@ -126,7 +128,9 @@ def structure(directory: Path | str) -> str:
             f"{len(names)} {kind}, first {names[0]}" for kind, names in kinds.items() if names
         )
         raise CheckFailed(shown)
-    return f"{len(rows)} tensors, all of the layout and nothing else"
+    extra = sum(row.status == "extra" for row in rows)
+    beside = f"{extra} that it does not know" if extra else "nothing else"
+    return f"{len(rows) - extra} tensors, all of the layout and {beside}"
 
 
 def weight_bytes(config: ModelConfig, *, quick: bool) -> int:
