@@ -26,7 +26,7 @@ from v4tool.config import ModelConfig
 from v4tool.errors import CheckpointError
 from v4tool.page_cache import dont_need, memory, will_need
 
-_TORCH = {
+TORCH_DTYPES = {
     "F8_E4M3": torch.uint8,
     "F8_E8M0": torch.uint8,
     "I8": torch.uint8,
@@ -219,7 +219,7 @@ class Checkpoint:
     def _interpret(self, name: str, entry: Entry, raw: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Bytes to values of the expected kind, refused where they cannot be right."""
         spec = self.specs[name]
-        dtype = _TORCH[entry.dtype]
+        dtype = TORCH_DTYPES[entry.dtype]
         values = (raw if dtype == raw.dtype else raw.view(dtype)).view(shape)
         if never_zero(name, spec):
             self._require_not_zero(name, entry, raw)
