@@ -1,9 +1,9 @@
 """Arithmetic of another engine: variants of an operator that are right, as other helpers.
 
 The operators are the nodes of `model.vt`. Each computes with helpers of that file (`bf16`,
-`act_quant`, ...); an engine with another arithmetic rounds or quantises elsewhere, which is the same
-node with another helper. An *axis* is one such freedom, an *option* one of its values; the first
-option of every axis is the release's. Left out: faults (`faults`) and choosing (`search`).
+`act_quant`, ...); an engine with another arithmetic rounds or quantises elsewhere: the same node
+with another helper. An *axis* is one such freedom, an *option* one of its values; the first option
+of every axis is the release's. Left out: faults (`faults`) and choosing (`search`).
 """
 
 import math

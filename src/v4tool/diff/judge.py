@@ -59,7 +59,7 @@ def operator_of(label: str) -> str:
 
 
 def relative_error(computed: Tensor, recorded: Tensor) -> float:
-    """|computed - recorded| / |recorded| as vectors (relative L2) in binary64; NaN counts as NaN."""
+    """Relative L2 in binary64: |computed - recorded| / |recorded| as vectors."""
     c, r = computed.detach().double().flatten(), recorded.double().flatten()
     length = float(r.norm())
     distance = float((c - r).norm())

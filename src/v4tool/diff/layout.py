@@ -18,7 +18,7 @@ from v4tool.errors import InputError
 
 @dataclass(frozen=True)
 class Sizes:
-    """The values of the letters; window: of a prefill pass the tokens, of a decode step the ring."""
+    """The values of the letters; tokens: those of the pass."""
 
     letters: tuple[tuple[str, int], ...]
     tokens: int

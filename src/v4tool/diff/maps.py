@@ -1,8 +1,8 @@
 """Maps from another engine's tensor names to keys: which tensor is which, and in what layout.
 
 A map is a TOML file of rules; each has a pattern of names, a template of keys and the steps that
-turn the tensor into the key's layout. Shipped maps lie in `diff/maps`. Left out: reading the tensors
-(`readers`) and judging them (`judge`).
+turn the tensor into the key's layout. Shipped maps lie in `engine_maps`. Left out: reading the
+tensors (`readers`) and judging them (`judge`).
 """
 
 import re
@@ -20,7 +20,7 @@ from v4tool.diff.readers import ForeignTensors
 from v4tool.errors import InputError
 from v4tool.profiles import toml_files
 
-SHIPPED = Path(__file__).parent / "maps"
+SHIPPED = Path(__file__).parent / "engine_maps"
 
 
 def _steps(texts: tuple[str, ...]) -> tuple[str, ...]:

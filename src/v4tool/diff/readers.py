@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -93,16 +94,20 @@ def _open_safetensors(path: Path, found: ForeignTensors) -> None:
     found.metadata |= file.metadata() or {}
     for name in file.keys():  # noqa: SIM118  (not a mapping)
         shape = tuple(file.get_slice(name).get_shape())
-        found.add(name, shape, lambda name=name: file.get_tensor(name))
+        found.add(name, shape, partial(file.get_tensor, name))
 
 
 def _open_npz(path: Path, found: ForeignTensors) -> None:
     try:
         file = np.load(path, allow_pickle=False)
         for name in file.files:
-            found.add(name, _npz_shape(file, name), lambda name=name: _from_numpy(file[name]))
+            found.add(name, _npz_shape(file, name), partial(_npz_member, file, name))
     except (OSError, ValueError, BadZipFile) as error:
         raise RecordingError(f"{path}: cannot be read as .npz: {error}") from None
+
+
+def _npz_member(file: Any, name: str) -> Tensor:
+    return _from_numpy(file[name])
 
 
 def _npz_shape(file: Any, name: str) -> tuple[int, ...]:
@@ -129,9 +134,13 @@ def _open_pt(path: Path, found: ForeignTensors) -> None:
             reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
             raise RecordingError(f"{path}: cannot be read as tensors alone: {reason}") from None
 
-    for name, value in _named(NUMBER.sub("", path.stem), load()):
-        found.add(name, tuple(value.shape), lambda name=name: dict(_named(name, value))[name])
-        del value
+    stem = NUMBER.sub("", path.stem)
+
+    def member(name: str) -> Tensor:
+        return dict(_named(stem, load()))[name]
+
+    for name, value in _named(stem, load()):
+        found.add(name, tuple(value.shape), partial(member, name))
 
 
 def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -17,7 +17,8 @@ class Residue:
     operator: the node's label with routed experts as `<E>`. error: relative L2, for integers the
     share of entries that differ. inputs: the candidate's keys that the value was computed from;
     span: operators between those and the key, its own last. bound: what a right result may show.
-    steps: whether a result of the span falls on BF16's steps. worst: index of the element that is farthest off, and both values.
+    steps: whether a result of the span falls on BF16's steps. worst: index of the element
+    that is farthest off; found, expected: both values there.
     """
 
     order: Order
@@ -77,6 +78,8 @@ class DiffVerdict:
     def sentence(self) -> str:
         """The verdict in one sentence."""
         at = self.residue
+        if at.note:
+            return f"{at.key}: {at.note}"
         what = f"{at.key}: relative L2 {at.error:.2g}, a right result stays below {at.bound:.1g}"
         if len(self.span) > 1:
             between = ", ".join(at.inputs) or "the ids"

@@ -1,9 +1,9 @@
 """The first operator at fault, and which known fault it is.
 
-An operator is at fault where its residue, under the candidate's own arithmetic, exceeds what a right
-result may show (`arithmetic.bound`), or is an outlier among the candidate's residues. The first such
-key in execution order is named; if values before it were not recorded, the fault is in the span
-between the recorded keys. Left out: computing residues (`judge`).
+An operator is at fault where its residue, under the candidate's own arithmetic, exceeds what a
+right result may show (`arithmetic.bound`), or is an outlier among the candidate's residues. The
+first such key in execution order is named; if values before it were not recorded, the fault is in
+the span between the recorded keys. Left out: computing residues (`judge`).
 """
 
 import math
@@ -19,8 +19,8 @@ from v4tool.diff.search import medians_of
 from v4tool.names import layer_of
 
 OUTLIER = 32.0
-"""A residue this many times the typical one is an outlier: on sound ports in FP32 the largest of all
-residues is within 4 times the median.
+"""A residue this many times the typical one is an outlier: on sound ports in FP32 the largest of
+all residues is within 4 times the median.
 """
 NAMED = 20.0
 """A fault is named where it lowers the residue by at least this factor, to within the bound."""

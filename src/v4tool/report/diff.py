@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.table import Table
 
 from v4tool.report.tables import plain_table
@@ -34,7 +35,7 @@ def operators_table(result: "DiffResult") -> Table:
     )  # fmt: skip
     for row in result.operators:
         figures = (f"{x:.1e}" for x in (row.median, row.largest, row.bound))
-        table.add_row(row.operator, ", ".join(row.options) or "-", str(row.count), *figures)
+        table.add_row(escape(row.operator), ", ".join(row.options) or "-", str(row.count), *figures)
     return table
 
 

@@ -201,7 +201,7 @@ class Runtime:
         return handed if isinstance(result, tuple) else handed[0]
 
     def _compute(self, frame: Frame, function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """What the node's function returns; its weights are bound. A subclass may replace helpers."""
+        """What the node's function returns, with its weights bound."""
         return function(*frame.args, **kwargs)
 
     def _load_weights(self, frame: Frame) -> dict[str, Tensor]:

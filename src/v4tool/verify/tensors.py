@@ -29,8 +29,11 @@ class Recorded(Protocol):
     specs: key -> (dtype, shape); metadata: the recording's.
     """
 
-    specs: Any
-    metadata: dict[str, str]
+    @property
+    def specs(self) -> Any: ...
+
+    @property
+    def metadata(self) -> dict[str, str]: ...
 
     def __contains__(self, key: object) -> bool: ...
 
