@@ -44,13 +44,12 @@ def surroundings(module: types.ModuleType, environment: Mapping[str, str]) -> It
 
 def execute(description: Description) -> dict[str, Any]:
     """The names that the file's top level binds. VtError, in one line, where it fails."""
-    code = compile(description.source, str(description.path), "exec")
     namespace: dict[str, Any] = {
         "__name__": "vt_description",
         "__file__": str(description.path),
     }
     try:
-        exec(code, namespace)
+        exec(compile(description.source, str(description.path), "exec"), namespace)
     except V4ToolError:
         raise
     except Exception as error:
