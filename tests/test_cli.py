@@ -8,6 +8,7 @@ import pytest
 
 from tests.cli import Cli, one_line
 from tests.conftest import GOLDEN_MINI
+from tests.shard_files import copy, edit
 from v4tool import __version__
 from v4tool.checkpoint.shards import Checkpoint
 
@@ -125,6 +126,17 @@ def test_list_tensors_marks_what_is_missing(cli: Cli, tmp_path: Path) -> None:
     assert ran.status == 1
     missing = [row["name"] for row in json.loads(ran.out) if row["status"] == "missing"]
     assert missing == ["norm.weight"]
+
+
+def test_list_tensors_takes_harmless_extra_tensors(cli: Cli, tmp_path: Path) -> None:
+    ckpt = copy(CKPT, tmp_path / "ckpt")
+    edit(ckpt, lambda name, t: {name: t, f"{name}.zero": t} if name == "norm.weight" else {name: t})
+    ran = cli("list", "tensors", "--ckpt", ckpt, "--glob", "norm*")
+    assert ran.status == 0
+    assert [line.split()[:2] for line in ran.out.splitlines()[1:]] == [
+        ["norm.weight", "ok"],
+        ["norm.weight.zero", "extra"],
+    ]
 
 
 def test_synth_dry_run_of_the_release(cli: Cli) -> None:

@@ -324,3 +324,12 @@ def test_the_output_matrix_of_a_short_prompt_is_read_once(tokens: int, times: in
     mtp = [key.startswith("mtp.") for key in seen]
     assert seen.index("head.out") < mtp.index(True)
     assert all(mtp[mtp.index(True) :])
+
+
+def test_the_number_of_torchs_threads_is_put_back(cli: Cli, tmp_path: Path) -> None:
+    torch.set_num_threads(2)
+    try:
+        dumped(cli, tmp_path / "a.safetensors", "--input-ids", "1")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)

@@ -14,13 +14,11 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from v4tool.config_fields import RELEASE_NAMES, ModelFields, explain
 from v4tool.errors import ConfigError
+from v4tool.file_kinds import json_text
 from v4tool.untrusted import kind_of, parse_json, read_small, shortened
 
 if TYPE_CHECKING:
     import torch
-
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-"""Byte order marks of UTF-16, little and big endian."""
 
 _NEWER_SCHEMA = ("layer_types", "rope_parameters")
 
@@ -61,14 +59,13 @@ class ModelConfig(ModelFields):
         if kind_of(path) == "a directory":
             path = path / "config.json"
         try:
-            data = read_small(path)
-            if data[:2] in _UTF16_MARKS:
-                raise ConfigError(f"{path}: is UTF-16 text, expected UTF-8: save it as UTF-8")
-            text = data.decode("utf-8-sig")
+            text = json_text(read_small(path))
         except FileNotFoundError:
             raise ConfigError(f"{path}: there is no such file") from None
-        except (OSError, ValueError) as e:
+        except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(f"{path}: cannot be read: {e}") from None
+        except ValueError as e:
+            raise ConfigError(f"{path}: {e}") from None
         try:
             raw = parse_json(text)
         except ValueError as e:

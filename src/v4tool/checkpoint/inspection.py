@@ -1,13 +1,16 @@
 """A checkpoint's tensors against those that its configuration asks for (SPEC section 2).
 
-Deviations that mean the same numbers are accepted and noted (scales in F32, `tid2eid` in I32);
-all others are counted by kind and named, and where a known variant explains them the message says
+Deviations that mean the same numbers are accepted and noted (`ACCEPTED`: another dtype name for the
+same bytes, scales in F32, `tid2eid` in I32). So are tensors that the layout does not know, in a
+checkpoint that has all of the layout's, if they are empty or the index lists them. All other
+deviations are counted by kind and named, and where a known variant explains them the message says
 so: other dialects' names, the Base checkpoint's FP8 experts, the DSpark re-release's mtp blocks.
-Nothing is renamed, filled in or guessed. Left out: the payload's values (`shards.py` looks at
-them when it reads).
+Nothing is renamed, filled in or guessed. Left out: the payload's values (`shards.py` looks at them
+when it reads).
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,15 +20,22 @@ from v4tool.checkpoint.layout import TensorSpec, layout
 from v4tool.checkpoint.tensor_index import TensorIndex, catalogue, some
 from v4tool.config import ModelConfig
 
-Status = Literal["ok", "missing", "unexpected", "different"]
+Status = Literal["ok", "missing", "unexpected", "different", "extra"]
+"""`extra`: unknown to the layout but harmless, `unexpected`: unknown and a reason to refuse."""
 
-ACCEPTED = {("F8_E8M0", "F32"), ("I64", "I32")}
-"""(expected, found) dtypes for the same numbers; F32 scales are checked when they are read."""
+ACCEPTED = {
+    ("F8_E8M0", "F32"): "scales are stored in F32 and read as powers of two",
+    ("F8_E8M0", "U8"): "scales are stored as U8 and read as E8M0 codes",
+    ("I8", "U8"): "weights are stored as U8 and read as FP4 codes, two in a byte",
+    ("I8", "F4"): "weights are stored as F4 and read as FP4 codes, two in a byte",
+    ("I64", "I32"): "tables of experts are stored in I32",
+}
+"""Remark by (expected, found) dtype for the same numbers; F32 scales are checked when read."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStatus:
-    """One row: `spec` is None for an unexpected tensor, `found` for a missing one."""
+    """One row: `spec` is None for an unexpected or extra tensor, `found` for a missing one."""
 
     name: str
     spec: TensorSpec | None
@@ -50,38 +60,51 @@ def inspect(directory: Path | str, config: ModelConfig | None = None) -> list[Te
     """
     found = catalogue(directory)
     config = config or ModelConfig.from_file(found.directory / "config.json")
-    return list(_rows(layout(config), found.entries()))
+    return _rows(layout(config), found.entries(), found.listed)
 
 
 def compare(found: TensorIndex, config: ModelConfig, *, mtp: bool = True) -> Comparison:
     """Compare a directory with the layout; without `mtp`, whatever is named `mtp.*` is left out."""
     specs, entries = layout(config), found.entries()
     if mtp:
-        return _judge(Comparison(specs, _mtp_problems(config, entries)), entries)
+        return _judge(Comparison(specs, _mtp_problems(config, entries)), entries, found.listed)
     main = {name: spec for name, spec in specs.items() if not _is_mtp(name)}
     kept = {name: entry for name, entry in entries.items() if not _is_mtp(name)}
     left = len(entries) - len(kept)
     notes = [f"{left} tensors of mtp.* are left out"] if left else []
-    return _judge(Comparison(main, notes=notes), kept)
+    return _judge(Comparison(main, notes=notes), kept, found.listed)
 
 
 def _is_mtp(name: str) -> bool:
     return name.startswith("mtp.")
 
 
-def _rows(specs: dict[str, TensorSpec], entries: dict[str, Entry]) -> Iterator[TensorStatus]:
-    for name, spec in specs.items():
-        found = entries.get(name)
-        yield TensorStatus(name, spec, _status(spec, found), found)
+def _rows(
+    specs: dict[str, TensorSpec], entries: dict[str, Entry], listed: Set[str]
+) -> list[TensorStatus]:
+    out = [
+        TensorStatus(name, spec, _status(spec, entries.get(name)), entries.get(name))
+        for name, spec in specs.items()
+    ]
+    # beside a missing or different tensor an unknown one may be the same under another name
+    whole = all(row.status == "ok" for row in out)
     for name in sorted(entries.keys() - specs.keys()):
-        yield TensorStatus(name, None, "unexpected", entries[name])
+        harmless = whole and (name in listed or not entries[name].nbytes)
+        status: Status = "extra" if harmless else "unexpected"
+        out.append(TensorStatus(name, None, status, entries[name]))
+    return out
 
 
 def _status(spec: TensorSpec, found: Entry | None) -> Status:
     if found is None:
         return "missing"
     dtype_ok = spec.dtype == found.dtype or (spec.dtype, found.dtype) in ACCEPTED
-    return "ok" if dtype_ok and spec.shape == found.shape else "different"
+    return "ok" if dtype_ok and _header_shape(spec, found.dtype) == found.shape else "different"
+
+
+def _header_shape(spec: TensorSpec, dtype: str) -> tuple[int, ...]:
+    """The tensor's shape in a header: F4 counts codes, I8 and U8 count bytes of two."""
+    return (*spec.shape[:-1], 2 * spec.shape[-1]) if dtype == "F4" else spec.shape
 
 
 def _mtp_problems(config: ModelConfig, entries: dict[str, Entry]) -> list[str]:
@@ -99,30 +122,27 @@ def _mtp_problems(config: ModelConfig, entries: dict[str, Entry]) -> list[str]:
     return [f"MTP cannot be computed, only the main model can: {reason}"] if reason else []
 
 
-def _judge(out: Comparison, entries: dict[str, Entry]) -> Comparison:
+def _judge(out: Comparison, entries: dict[str, Entry], listed: Set[str]) -> Comparison:
     """Add what the rows say; rows of mtp.* are left out where its design is the complaint."""
-    wrong: dict[str, list[TensorStatus]] = {"missing": [], "unexpected": [], "different": []}
-    in_f32 = 0
-    for row in _rows(out.specs, entries):
-        if row.status == "ok":
-            in_f32 += _is_f32_scale(row)
-        elif not (out.problems and _is_mtp(row.name)):
-            wrong[row.status].append(row)
-    out.problems += _dialects(wrong["unexpected"])
-    out.problems += _named("missing", wrong["missing"]) + _named("unexpected", wrong["unexpected"])
-    out.problems += _differences(wrong["different"])
-    if in_f32:
-        out.notes.append(f"{in_f32} scales are stored in F32 and read as powers of two")
+    rows = [
+        row for row in _rows(out.specs, entries, listed) if not (out.problems and _is_mtp(row.name))
+    ]
+    missing, unexpected, different, extra = (
+        [row for row in rows if row.status == status]
+        for status in ("missing", "unexpected", "different", "extra")
+    )
+    out.problems += _dialects(unexpected)
+    out.problems += _named("missing", missing) + _named("unexpected", unexpected)
+    out.problems += _differences(different)
+    stored = Counter((r.spec.dtype, r.found.dtype) for r in rows if r.spec and r.found)
+    out.notes += [f"{stored[pair]} {remark}" for pair, remark in ACCEPTED.items() if stored[pair]]
+    out.notes += [f"{line}: not part of the layout, not read" for line in _named("extra", extra)]
     return out
 
 
 def _named(what: str, rows: list[TensorStatus]) -> list[str]:
     names = some(row.name for row in rows)
     return [f"{len(rows)} {what} tensor{'s' * (len(rows) > 1)}: {names}"] if rows else []
-
-
-def _is_f32_scale(row: TensorStatus) -> bool:
-    return bool(row.spec and row.found and (row.spec.dtype, row.found.dtype) == ("F8_E8M0", "F32"))
 
 
 def _dialects(unexpected: list[TensorStatus]) -> list[str]:
@@ -163,5 +183,5 @@ def _difference(row: TensorStatus) -> str:
     spec, found = row.spec, row.found
     assert spec is not None
     assert found is not None
-    hint = " (transposed)" if len(spec.shape) > 1 and found.shape == spec.shape[::-1] else ""
+    hint = " (transposed)" if spec.shape != found.shape == spec.shape[::-1] else ""
     return f"{row.name} expected {spec.dtype} {list(spec.shape)}, found {found}{hint}"

@@ -5,6 +5,7 @@ before its numbers are believed. Left out: NaN codes in weights (`v4tool check -
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,15 +21,19 @@ PROBE = 4096
 _VOCABULARY = ("embed.weight", "head.weight")
 
 
-def zero_tails(found: TensorIndex) -> list[str]:
-    """Shards that end in zeros where weights should be: a download that was not finished."""
+def zero_tails(found: TensorIndex, specs: Mapping[str, TensorSpec]) -> list[str]:
+    """Shards that end in zeros where weights of the layout should be: an unfinished download.
+
+    Tensors that the layout does not know prove nothing: they may well be zero or empty.
+    """
     out = []
     for file, header in found.headers.items():
         start = _zeros_from(found.directory / file, header.length, header.size)
         hit = [
             name
             for name, entry in sorted(header.tensors.items(), key=lambda item: item[1].start)
-            if entry.stop - max(entry.start, start) >= _telling(name, entry)
+            if name in specs
+            and entry.stop - max(entry.start, start) >= _telling(name, specs[name], entry)
         ]
         if hit:
             out.append(
@@ -38,9 +43,11 @@ def zero_tails(found: TensorIndex) -> list[str]:
     return out
 
 
-def _telling(name: str, entry: Entry) -> float:
+def _telling(name: str, spec: TensorSpec, entry: Entry) -> float:
     """How many zero bytes at a tensor's end prove it; rows of tokens never used may be zero."""
-    if entry.dtype in ("F8_E4M3", "I8"):
+    if not entry.nbytes:
+        return math.inf
+    if spec.dtype in ("F8_E4M3", "I8"):
         return min(PROBE, entry.nbytes)
     return entry.nbytes / 16 if name in _VOCABULARY else math.inf
 

@@ -6,6 +6,7 @@ whether these are the tensors that the configuration asks for (`inspection.py`).
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 
 from v4tool.checkpoint.header import Entry, Header, read_header
 from v4tool.errors import CheckpointError, printable
+from v4tool.file_kinds import json_text
 from v4tool.untrusted import kind_of, parse_json, read_small, shortened
 
 INDEX = "model.safetensors.index.json"
@@ -25,11 +27,14 @@ _SHOWN = 4
 class TensorIndex:
     """What a directory holds: headers by file, file by tensor, what is wrong, what is
     remarkable.
+
+    listed: the names in the index; empty where there is none.
     """
 
     directory: Path
     headers: dict[str, Header] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    listed: frozenset[str] = frozenset()
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -44,7 +49,8 @@ class TensorIndex:
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the sorted weight map and each shard's name, size and header digest.
 
-        The payload does not enter it: it must be had in a second for 149 GiB.
+        The payload does not enter it: it must be had in a second for 149 GiB. The headers do as
+        they are, so the same weights under another dtype's name have another fingerprint.
         """
         digest = hashlib.sha256()
         for name, file in sorted(self.files.items()):
@@ -105,9 +111,11 @@ def _nothing_there(directory: Path) -> str:
 
 def _read_index(path: Path) -> tuple[dict[str, str], Any]:
     try:
-        raw = parse_json(read_small(path).decode("utf-8-sig"))
-    except (OSError, ValueError) as e:
+        raw = parse_json(json_text(read_small(path)))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
         raise CheckpointError(f"{path}: cannot be read as JSON: {e}") from None
+    except ValueError as e:
+        raise CheckpointError(f"{path}: {e}") from None
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: expected a weight_map of tensor names to files, found none")
@@ -143,33 +151,38 @@ def _read_headers(out: TensorIndex, names: list[str]) -> None:
     if missing:
         # a download is completed by this list, so no name is left out
         out.problems.append(f"{len(missing)} of {len(names)} shards missing: {', '.join(missing)}")
+    unusable: dict[str, list[str]] = {}
     for name in names:
         if name in missing:
             continue
         try:
             out.headers[name] = read_header(out.directory / name)
         except CheckpointError as e:
-            out.problems.append(str(e))
+            unusable.setdefault(str(e).removeprefix(f"{name}: "), []).append(name)
+    for reason, files in unusable.items():
+        which = files[0] if len(files) == 1 else f"{len(files)} of {len(names)} shards"
+        out.problems.append(f"{which}: {reason}" + (f" ({some(files)})" if len(files) > 1 else ""))
 
 
 def _match(out: TensorIndex, weight_map: dict[str, str] | None) -> None:
     """Settle which file each tensor is read from; the index and the headers must say the same."""
     twice = []
     for file, header in out.headers.items():
-        for name in header.tensors:
-            if name in out.files:
+        for name, entry in header.tensors.items():
+            if name in out.files and entry.nbytes:
                 twice.append(f"{name} ({out.files[name]}, {file})")
             out.files[name] = file
     _complain(out, "in two shards", twice)
     if weight_map is None:
         return
+    out.listed = frozenset(weight_map)
     absent = [
         f"{name} (not in {file})"
         for name, file in weight_map.items()
         if file in out.headers and name not in out.headers[file].tensors
     ]
     _complain(out, "in the index but not in their shard", absent)
-    extra = [name for name in out.files if name not in weight_map]
+    extra = [name for name in out.files if name not in weight_map and out.entry(name).nbytes]
     _complain(out, "in a shard but not in the index", extra)
 
 

@@ -17,13 +17,11 @@ from v4tool.commands.options import (
     SeedOption,
     ThreadsOption,
     chosen_cases,
-    custom_case,
     open_checkpoint,
     print_json,
     resolve_profile,
     say,
     selection_of,
-    with_decode,
 )
 from v4tool.errors import InputError
 
@@ -63,7 +61,7 @@ def dump(
 ) -> None:
     """Record every module's output for one or several prompts, all in one pass over the weights."""
     from v4tool import dumping
-    from v4tool.profiles import parse_ids
+    from v4tool.profiles import custom_case, parse_ids, with_decode
     from v4tool.report.progress import DumpProgress
 
     resolved = resolve_profile(
@@ -76,7 +74,8 @@ def dump(
     elif case or every:
         raise InputError("--text and --input-ids go without --case and --all")
     else:
-        cases = [custom_case(resolved, text, input_ids, vocab_size)]
+        given = parse_ids(input_ids, vocab_size) if input_ids is not None else None
+        cases = [custom_case(text, given, resolved.ckpt)]
     ids = parse_ids(decode_ids, vocab_size, where="--decode-ids") if decode_ids is not None else ()
     cases = [with_decode(c, decode, ids) for c in cases]
     selection = selection_of(only, layers, mtp)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from v4tool.commands.streams import shows_unicode
 from v4tool.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,37 +58,26 @@ def say(line: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on stdout."""
-    print(json.dumps(value, indent=1, ensure_ascii=False))
+    """One JSON value on stdout, with escapes where stdout's encoding has not all characters."""
+    print(json.dumps(value, indent=1, ensure_ascii=not shows_unicode(sys.stdout)))
+
+
+def unsaid(line: str) -> None:
+    """Drop a remark, as --quiet asks for."""
 
 
 def checkpoint_directory(profile: "Profile", *, quiet: bool = False) -> Path:
-    """The profile's checkpoint; a random one is made on first use."""
-    from v4tool.checkpoint.synth import SYNTH_VERSION, synth
-    from v4tool.config import ModelConfig
-    from v4tool.profiles import SynthRequest, locate_checkpoint
+    """The profile's checkpoint; a random one is made on first use. Remarks go to stderr."""
+    from v4tool.checkpoint import directory
 
-    found = locate_checkpoint(profile)
-    if not isinstance(found, SynthRequest):
-        return found
-    directory = found.directory(SYNTH_VERSION)
-    if not directory.exists():
-        if not quiet:
-            say(f"making the checkpoint of profile {profile.name} in {directory}")
-        report = synth(directory, ModelConfig.from_file(found.config), seed=found.seed)
-        if not quiet:
-            say(f"{report.totals.tensors} tensors in {report.seconds:.1f} s")
-    return directory
+    return directory.checkpoint_directory(profile, unsaid if quiet else say)
 
 
 def open_checkpoint(profile: "Profile", *, mtp: bool = True, quiet: bool = False) -> "Checkpoint":
     """The profile's checkpoint, opened; its remarks go to stderr."""
-    from v4tool.checkpoint.shards import Checkpoint
+    from v4tool.checkpoint import directory
 
-    checkpoint = Checkpoint.open(checkpoint_directory(profile, quiet=quiet), mtp=mtp)
-    for note in checkpoint.notes if not quiet else ():
-        say(f"note: {note}")
-    return checkpoint
+    return directory.open_checkpoint(profile, unsaid if quiet else say, mtp=mtp)
 
 
 def model_config(profile: "Profile") -> "ModelConfig":
@@ -106,33 +96,6 @@ def chosen_cases(profile: "Profile", ids: list[str] | None, every: bool) -> list
     if not ids:
         raise InputError("no case: name one with --case ID, or --all (`v4tool list cases`)")
     return [profile.case(case_id) for case_id in dict.fromkeys(ids)]
-
-
-def custom_case(
-    profile: "Profile", text: str | None, input_ids: str | None, vocab_size: int
-) -> "Case":
-    """The case that --text or --input-ids describe."""
-    from v4tool import profiles
-
-    if text is not None and input_ids is not None:
-        raise InputError("--text and --input-ids: expected one of them, found both")
-    if text is not None:
-        ids = tuple(profiles.encode(text, profile.ckpt))
-    else:
-        ids = profiles.parse_ids(input_ids or "", vocab_size)
-    return profiles.Case(id="custom", subject="from the command line", text=text, input_ids=ids)
-
-
-def with_decode(case: "Case", steps: int | None, ids: tuple[int, ...]) -> "Case":
-    """The case with other decode steps, where some are asked for."""
-    if steps is None and not ids:
-        return case
-    if steps is not None and steps < 0:
-        raise InputError(f"--decode: expected 0 or more steps, found {steps}")
-    if steps is not None and len(ids) > steps:
-        raise InputError(f"--decode {steps}: expected at most {steps} ids, found {len(ids)}")
-    return case.model_copy(update={"decode": len(ids) if steps is None else steps,
-                                   "decode_ids": ids})  # fmt: skip
 
 
 def selection_of(only: list[str] | None, layers: str | None, mtp: bool) -> "Selection":

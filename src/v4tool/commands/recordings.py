@@ -40,10 +40,7 @@ class RecordingToJudge:
         """Its entry in the manifest beside it."""
         from v4tool.record.manifest import Manifest
 
-        manifest = Manifest.load(self.path.parent)
-        named = (id for id, entry in manifest.cases.items() if entry.file == self.path.name)
-        case_id = self.case.id if self.case is not None else next(named, None)
-        return None if case_id is None else manifest.entry_of(case_id, self.path)
+        return Manifest.entry_beside(self.path, self.case.id if self.case else None)
 
 
 def recordings_to_judge(

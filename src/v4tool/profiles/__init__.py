@@ -2,10 +2,12 @@
 
 Follows SPEC section 7. `setting_values` parses single settings, `schema` holds the models of a file
 and of a resolved `Profile`, `toml_files` reads a file and words its errors, `resolve` resolves a
-profile, `locate` finds its checkpoint, `tokens` encodes and decodes text. Left out: nothing here
-opens or makes a checkpoint, and nothing is downloaded.
+profile, `locate` finds its checkpoint, `custom` makes cases of a user's own prompts, `tokens`
+encodes and decodes text. Left out: nothing here opens or makes a checkpoint, and nothing is
+downloaded.
 """
 
+from v4tool.profiles.custom import custom_case, with_decode
 from v4tool.profiles.locate import SynthRequest, cached_snapshot, locate_checkpoint
 from v4tool.profiles.resolve import available, load, shipped_directory
 from v4tool.profiles.schema import Case, CheckpointSettings, Expect, Profile
@@ -20,6 +22,7 @@ __all__ = [
     "SynthRequest",
     "available",
     "cached_snapshot",
+    "custom_case",
     "decode",
     "encode",
     "load",
@@ -29,4 +32,5 @@ __all__ = [
     "shipped_tokenizer",
     "usable_cores",
     "validate_ids",
+    "with_decode",
 ]

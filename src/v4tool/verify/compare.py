@@ -1,11 +1,12 @@
-"""Two tensors, one verdict: the computed one against the recorded one (SPEC sections 4 and 8).
+"""Comparison of a computed tensor with the recorded one: status and statistics (SPEC 4 and 8).
 
-A BF16 value or an integer of an exact recording (accumulated in binary64) has no freedom: any
-machine gets the same bits, so other bits are wrong even where a tolerance would let them pass. A
-value that stays in acc is recorded rounded to FP32: two correct sums of it may fall on two sides of
-one rounding, hence one unit in the last place; `CANCELLATION` allows for sums that nearly vanish.
-Without exactness (accumulated in FP32, or somebody else's description) allclose decides, and for
-FP32 also what a flipped rounding explains.
+The BF16 values and integers of an exact recording (accumulated in binary64) are the same bits on
+every machine, so other bits are wrong even within the tolerance. A value kept in the accumulation
+dtype (acc) is recorded rounded to FP32: correct sums in different orders may round to neighbouring
+FP32 values, so one unit in the last place passes, and an absolute difference up to `CANCELLATION`
+for sums with cancellation. Recordings that are not exact (accumulated in FP32, or verified with a
+user's description) are compared with atol and rtol; those accumulated in FP32 also pass with
+differences that a changed rounding explains.
 """
 
 import math
@@ -18,22 +19,25 @@ from torch import Tensor
 from v4tool.verify.results import Comparison, Status, Worst
 
 CANCELLATION = 2.0**-40
-"""Of the key's largest value: what the order of 2^13 terms can change in binary64."""
+"""Relative to the key's largest value: the effect of the order of 2^13 terms in binary64."""
 FLIPS = 1e-3
-"""Most BF16 neighbours that FP32-rounded inputs may cause: 3 in 100,000 are expected."""
-EXCUSED_AT_LEAST = 2
+"""Largest share of BF16 neighbours that FP32-rounded inputs may cause; 3e-5 is expected."""
+FLIPS_AT_LEAST = 2
+"""Number of BF16 neighbours that pass in tensors so small that `FLIPS` of them are fewer."""
 FLOAT32_SLACK = 2.0**-8
-"""One unit in the last place of BF16, of the largest value of a vector."""
+"""Relative to the largest value of a vector: one unit in the last place of BF16."""
 
 SameChoice = Callable[[Tensor, Tensor], bool]
+"""Called with (computed, recorded) of an integer key: whether both are correct choices (ties)."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What counts as right.
+    """How values are compared.
 
-    atol, rtol: |computed - recorded| <= atol + rtol·|recorded|. exact: the recording is bit-exact.
-    float32: without exactness, whether what accumulating in FP32 explains passes as well.
+    atol, rtol: |computed - recorded| <= atol + rtol·|recorded|. exact: BF16 values must have equal
+    bits, acc values be within 1 ulp of FP32. float32: if not exact, differences that accumulation
+    in FP32 explains pass as well. Integers must be equal under every rule.
     """
 
     atol: float = 1e-4
@@ -61,11 +65,12 @@ def compare(
     loose: bool = False,
     same_choice: SameChoice | None = None,
 ) -> Comparison:
-    """Judge one key.
+    """Compare one key's tensors.
 
-    computed: the node's output, BF16, an integer or acc. recorded: as read. loose: an input of this
-    node is known only rounded to FP32. same_choice: told (computed, recorded) of an integer key,
-    whether both are as good.
+    computed: the node's output: BF16, integer, or acc (FP32 or binary64). recorded: as read from
+    the file: FP32 or integer, the same shape. loose: an input of this node is known only rounded to
+    FP32. same_choice: see `SameChoice`. Another shape or dtype, NaN and infinity give a status,
+    never an exception.
     """
     kind = kind_of(computed)
     shape, count = tuple(recorded.shape), recorded.numel()
@@ -81,7 +86,7 @@ def compare(
 
 
 def kind_of(computed: Tensor) -> str:
-    """bf16, acc or int, by what the node gives."""
+    """The kind of value, from the dtype of the node's output: bf16, acc or int."""
     if not computed.is_floating_point():
         return "int"
     return "bf16" if computed.dtype == torch.bfloat16 else "acc"
@@ -187,7 +192,7 @@ def _outside(distance: Tensor, e: Tensor, rule: Rule) -> Tensor:
 
 
 def _wrong(kind: str, distance: Tensor, steps: Tensor, e: Tensor, rule: Rule) -> Tensor:
-    """Which elements the rule does not admit."""
+    """Mask of the elements that break the rule."""
     if not rule.exact:
         outside = _outside(distance, e, rule)
         return outside & ~_within_float32(kind, distance, steps, e) if rule.float32 else outside
@@ -198,10 +203,11 @@ def _wrong(kind: str, distance: Tensor, steps: Tensor, e: Tensor, rule: Rule) ->
 
 
 def _within_float32(kind: str, distance: Tensor, steps: Tensor, e: Tensor) -> Tensor:
-    """What sums in FP32 explain: a BF16 neighbour, or little beside the vector's largest value.
+    """Mask of differences that FP32 accumulation explains.
 
-    One flipped rounding of a probability or a stream changes a sum that nearly vanishes by many
-    units in the last place, but by no more than this share of what was summed.
+    These are BF16 neighbours, and differences small relative to the vector's largest value.
+    One changed rounding of an attention probability or a residual stream changes a sum with
+    cancellation by many of its units in the last place, but by at most this share of its terms.
     """
     largest = torch.where(torch.isfinite(e), e.abs(), 0.0).amax(-1, keepdim=True)
     neighbour = (steps <= 1) if kind == "bf16" else torch.zeros_like(steps, dtype=torch.bool)
@@ -223,19 +229,22 @@ def _status(
         return "zero"
     if not bool(wrong.any()):
         return "close" if not rule.exact else "ulp"
-    excused = max(EXCUSED_AT_LEAST, FLIPS * wrong.numel())
+    flips = max(FLIPS_AT_LEAST, FLIPS * wrong.numel())
     neighbours = kind == "bf16" and int(steps.max()) <= 1
-    if loose and rule.exact and neighbours and int(wrong.sum()) <= excused:
+    if loose and rule.exact and neighbours and int(wrong.sum()) <= flips:
         return "rounding"
     return "outside" if bool((_outside(distance, e, rule) & wrong).any()) else "differs"
 
 
 def ulps(computed: Tensor, recorded: Tensor, kind: str) -> Tensor:
-    """Distance in units of the last place, of BF16 (kind bf16) or FP32; huge where not finite."""
+    """Distance in units in the last place of BF16 (kind bf16) or FP32; 2^31 where not finite.
+
+    computed, recorded: FP32, one shape. int64 of that shape.
+    """
     if kind == "bf16":
         a, b = (_ranks(x.to(torch.bfloat16).view(torch.int16)) for x in (computed, recorded))
         steps = (a - b).abs()
-        # a recorded value between two BF16 values is no BF16 value at all: never 0 steps away
+        # a recorded value that is no BF16 value rounds to the computed one, but differs from it
         between = (steps == 0) & (computed != recorded)
         steps = torch.where(between, 1, steps)
     else:
@@ -246,7 +255,7 @@ def ulps(computed: Tensor, recorded: Tensor, kind: str) -> Tensor:
 
 
 def _ranks(bits: Tensor) -> Tensor:
-    """Sign-magnitude floats as integers in the order of their values."""
+    """Bits of floats (sign and magnitude) as integers in the order of the floats' values."""
     wide = bits.to(torch.int64)
     smallest = torch.iinfo(bits.dtype).min
     return torch.where(wide < 0, smallest - wide, wide)
@@ -291,7 +300,7 @@ def _worst(key: str, distance: Tensor, computed: Tensor, recorded: Tensor) -> Wo
 
 
 def axis_names(key: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """What each dimension of a key counts (SPEC 6, Shapes)."""
+    """The name of each dimension of a key: batch, token, channel, ... (SPEC 6, Shapes)."""
     first = "block" if "compressor." in key and not key.endswith(("wkv.out", "wgate.out")) else ""
     first = first or ("row" if key.endswith("sparse_attn.in.kv") else "token")
     if len(shape) == 2:
@@ -307,6 +316,6 @@ def axis_names(key: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def token_axis(key: str, shape: tuple[int, ...]) -> tuple[int, str]:
-    """The dimension that counts tokens (or rows, blocks), and its name."""
+    """The dimension of tokens (or rows, or compressed blocks), and its name."""
     axis = 1 if len(shape) > 2 else 0
     return axis, axis_names(key, shape)[axis] if shape else ""

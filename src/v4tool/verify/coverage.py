@@ -1,4 +1,4 @@
-"""Which recorded keys some node compared, and what to say of the others."""
+"""Coverage of a recording by a run: counts of compared keys, findings for uncovered and missing."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from v4tool.verify.tensors import RecordedTensors, is_input
 
 
 def coverage_of(keys: Iterable[str], nodes: Iterable[NodeResult]) -> Coverage:
-    """Hold the recorded keys against the comparisons of a run."""
+    """Match the recorded keys with the comparisons of a run; token ids are inputs, not counted."""
     recorded = {key for key in keys if not is_input(key)}
     compared, missing, absent = set[str](), set[str](), set[str]()
     for node in nodes:
@@ -30,7 +30,7 @@ def coverage_of(keys: Iterable[str], nodes: Iterable[NodeResult]) -> Coverage:
 
 
 def coverage_findings(coverage: Coverage) -> list[Finding]:
-    """Keys that are there and nobody's output, and keys that are an output and not there."""
+    """Findings for recorded keys that no node outputs, and for outputs that are not recorded."""
     uncovered = [
         Finding(key, "every recorded key is the output of a node", "a node", "none")
         for key in coverage.uncovered
@@ -43,7 +43,7 @@ def coverage_findings(coverage: Coverage) -> list[Finding]:
 
 
 def checkpoint_findings(recording: RecordedTensors, checkpoint: Checkpoint) -> list[Finding]:
-    """Whether the recording says that it is of another checkpoint."""
+    """A finding if the recording's metadata name another checkpoint's fingerprint."""
     recorded = recording.metadata.get("checkpoint_fingerprint")
     if recorded is None or recorded == checkpoint.fingerprint:
         return []
@@ -52,7 +52,7 @@ def checkpoint_findings(recording: RecordedTensors, checkpoint: Checkpoint) -> l
 
 
 def no_ids(recording: RecordedTensors) -> Finding:
-    """The finding for a recording whose prompt is not known."""
+    """The finding for a recording without `input_ids`, or with a shape other than [1, tokens]."""
     found = "none"
     if "input_ids" in recording:
         found = str(list(recording.specs["input_ids"][1]))

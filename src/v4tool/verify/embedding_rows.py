@@ -1,4 +1,7 @@
-"""Recognises rows of an embedding table: a wrong look-up is another input, not wrong arithmetic."""
+"""Detects embeddings of other token ids: the recorded rows are rows of the table, but not its own.
+
+Such a recording was made from another input, which is reported instead of wrong arithmetic.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -9,17 +12,17 @@ from torch import Tensor
 from v4tool.verify.results import Comparison
 
 AT_MOST = 8
-"""Rows that are looked up in the table; these suffice to tell the two cases apart."""
+"""Wrong rows that are searched for in the table and shown in the note."""
 
 
 def other_rows(
     found: Comparison, recorded: Tensor, weights: dict[str, Tensor], args: tuple[Any, ...]
 ) -> Comparison:
-    """The comparison with status `input` if the node looks ids up in a table and the recording
-    holds other rows.
+    """The comparison with status `input` if the node is an embedding look-up and the wrong recorded
+    rows are other rows of its table; else `found` unchanged.
 
-    recorded: [..., D]. The node must have one two-dimensional weight [V, D] and integer ids as its
-    one tensor.
+    recorded: FP32 [..., D]. weights, args: of the node, which is a look-up if it has one weight
+    [V, D] and one tensor argument, integer ids [...].
     """
     tensors = [a for a in args if isinstance(a, Tensor)]
     tables = list(weights.values())
@@ -44,7 +47,7 @@ def _row(table: Tensor, index: Tensor) -> Tensor:
 
 
 def row_of(table: Tensor, row: Tensor) -> int | None:
-    """The first row of a table [V, D] with exactly these FP32 values, or None."""
+    """The index of the first row of a table [V, D] that equals `row`, FP32 [D]; else None."""
     candidates = (table[:, 0].to(torch.float32) == row[0]).nonzero().flatten()
     for index in candidates.tolist():
         if torch.equal(table[index].to(torch.float32), row):

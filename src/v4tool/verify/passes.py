@@ -1,8 +1,8 @@
-"""Runs the passes of one recording, in this process or shared out by layers over several.
+"""Runs all passes of one recording, in this process or with the layers divided among several.
 
-In an isolated run every layer starts from recorded values. So each process runs the same passes,
-takes what belongs to other layers from the recording, and the results are put together in order of
-execution: who computed what makes no difference. Left out: what is asked for (`recording`).
+In an isolated run every layer starts from recorded values. Each process runs the same passes,
+reads the outputs of other layers from the recording, and the results are sorted by execution order,
+so the number of processes does not change them. Left out: which passes and layers (`recording`).
 """
 
 from collections.abc import Callable, Iterator
@@ -27,14 +27,15 @@ MTP = "mtp.0"
 TASKS_PER_JOB = 3
 
 Progress = Callable[[int, int, str], None]
-"""Told (units done, units in all, the key just judged)."""
+"""Called with (units done, units in all, block just run)."""
 
 
 @dataclass(frozen=True)
 class Job:
     """Everything that a process needs to verify some units of one recording.
 
-    mtp_weights: whether the checkpoint is opened with its MTP layer.
+    A unit is a layer, MTP, or `ENDS` (embedding, final norm, head). tokens: length of the prompt.
+    decode: number of decode steps. mtp_weights: open the checkpoint with its MTP layer.
     """
 
     recording: Path
@@ -64,7 +65,7 @@ class Job:
         }
 
     def restricted(self, units: list[str]) -> "Job":
-        """The job for some units: its passes end behind the last layer among them if they can."""
+        """The job for some units; if all are main layers, its passes end after the last of them."""
         layers = [n for n in map(layer_number, units) if n is not None]
         last = max(layers) if len(layers) == len(units) else self.scope.last_layer
         mtp = self.scope.mtp and MTP in units
@@ -74,14 +75,14 @@ class Job:
 
 @dataclass
 class Found:
-    """What a run found: nodes in any order, and passes that could not be run."""
+    """Results of a run: nodes in any order, and a finding for each pass that could not be run."""
 
     nodes: list[NodeResult] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
 
 class Counter:
-    """Turns the ends of outermost nodes into progress."""
+    """Counts outermost nodes that have ended and calls `Progress`."""
 
     def __init__(self, job: Job, progress: Progress | None) -> None:
         self.done, self.progress = 0, progress
@@ -97,7 +98,7 @@ class Counter:
 
 
 def run(job: Job, checkpoint: Checkpoint, jobs: int, progress: Progress | None) -> Found:
-    """Run everything that the job asks for; chained and fail-fast runs take one process."""
+    """Run all that the job asks for; chained, fail-fast and one-layer runs use one process."""
     count = Counter(job, progress)
     alone = jobs == 1 or job.scope.chained or job.scope.fail_fast or job.scope.units is not None
     if not alone:
@@ -123,7 +124,7 @@ def _share_out(job: Job, jobs: int, count: Counter) -> Found:
 
 
 def _context() -> BaseContext:
-    """Processes that start quickly and share no threads with this one."""
+    """forkserver with this module preloaded, else spawn: fork alone is unsafe beside threads."""
     if "forkserver" in get_all_start_methods():
         context = get_context("forkserver")
         context.set_forkserver_preload(["v4tool.verify.passes"])
@@ -132,7 +133,7 @@ def _context() -> BaseContext:
 
 
 def _task(job: Job) -> Found:
-    """One group of units, in a process of its own."""
+    """Run one group of units; called in a worker process."""
     with Checkpoint.open(job.checkpoint, mtp=job.mtp_weights) as checkpoint:
         return _run_here(job, read_description(job.description), checkpoint, lambda place: None)
 
@@ -140,7 +141,7 @@ def _task(job: Job) -> Found:
 def _run_here(
     job: Job, description: Description, checkpoint: Checkpoint, watch: Callable[[str], None]
 ) -> Found:
-    """Every pass in order of execution, as far as the scope asks for it."""
+    """Run every pass that the scope asks for, in order of execution."""
     runtime = Runtime(
         description,
         RecordedTensors(job.recording),
@@ -168,7 +169,7 @@ def _calls(job: Job) -> Iterator[tuple[int, str, tuple[int, ...]]]:
 
 
 def _run_passes(job: Job, description: Description, runtime: Runtime) -> Iterator[tuple[str, str]]:
-    """Run them; yields (pass, reason) for those that could not be run."""
+    """Run the passes; yields (pass, reason) for those that could not be run."""
     for number, name, args in _calls(job):
         if name not in description.nodes:
             yield name, f"{description.path.name} has no node {name}"
