@@ -1,4 +1,4 @@
-"""No text makes a parser fall over: it is read, or refused in one line, in bounded memory and time.
+"""Fuzz tests of the parsers: any file is read, or refused in one line, in bounded memory and time.
 
 Each parser reads the files of `fuzz_corpus/`, whole and damaged (`fuzzing.py`). What it accepts
 goes on to what the commands derive from it at once: layout, fingerprint, list of keys, findings.

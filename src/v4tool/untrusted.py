@@ -1,8 +1,8 @@
-"""Input that nobody has checked: strict JSON, files up to a size, kinds of paths, sizes of tensors.
+"""Reading untrusted input: strict JSON, files up to a size, kinds of paths, sizes of tensors.
 
-Whatever a text or a path holds, the functions here answer within bounded memory and stack, and
-refuse with ValueError (or OSError where the system does), whose text the caller puts behind the
-file's name. Left out: what the values mean.
+For any text or path, the functions here return within bounded memory and stack depth, or raise
+ValueError (OSError from the system), whose message the caller puts behind the file's name. Left
+out: what the values mean.
 """
 
 import errno
@@ -24,7 +24,7 @@ Pairs = list[tuple[str, Any]]
 
 
 def kind_of(path: Path) -> str:
-    """What lies at a path: "a directory", "a file", "a pipe or device", "nothing".
+    """The kind of what is at a path: "a directory", "a file", "a pipe or device", "nothing".
 
     Any text can be asked for: a name that the system refuses is "nothing usable (...)".
     """
