@@ -1,4 +1,4 @@
-"""`ModelConfig`, read from a checkpoint's `config.json`, and `Numerics` (SPEC sections 1 and 4).
+"""`ModelConfig`: a checkpoint's `config.json`; `Numerics`: how to compute (SPEC 1 and 4).
 
 Every field of `config_fields` must be in the file under the release's name: no default is assumed.
 Fields that the arithmetic does not use are ignored, except where their value contradicts it
@@ -29,7 +29,7 @@ _CONTRADICTIONS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "attention_bias": False,
 }
-"""Fields that need not be there, but whose other values would mean another model than SPEC's."""
+"""Optional fields, with the only value for which the model is SPEC's."""
 
 _RELEASE_EXTRAS: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -46,14 +46,13 @@ _RELEASE_EXTRAS: dict[str, Any] = {
 
 
 class ModelConfig(ModelFields):
-    """The fields of `config.json`, how they are read and written, and what follows for a block."""
+    """The model's configuration: reads and writes `config.json`, and describes each block."""
 
     @classmethod
     def from_file(cls, path: Path | str) -> "ModelConfig":
         """Read a `config.json` (or the one in a directory).
 
-        Raises ConfigError, one line, when it is missing, no JSON, or has a missing or senseless
-        field.
+        ConfigError if it is missing, not JSON, or has a missing or invalid field.
         """
         path = Path(path)
         if kind_of(path) == "a directory":
@@ -74,9 +73,7 @@ class ModelConfig(ModelFields):
 
     @classmethod
     def from_dict(cls, d: Any, source: str = "config") -> "ModelConfig":
-        """Build from the release's field names; `source` names the origin in errors
-        (ConfigError).
-        """
+        """Build from the fields of `config.json`; source: file name for errors (ConfigError)."""
         if not isinstance(d, dict):
             raise ConfigError(f"{source}: expected a JSON object, found {type(d).__name__}")
         _refuse_other_schema(d, source)
@@ -89,9 +86,7 @@ class ModelConfig(ModelFields):
             raise ConfigError(f"{source}: {explain(e)}") from None
 
     def to_release_dict(self) -> dict[str, Any]:
-        """The fields under the release's names, nested as in `config.json`; `from_dict` reads it
-        back.
-        """
+        """The fields of `config.json`, named and nested as there; the inverse of `from_dict`."""
         out: dict[str, Any] = dict(_RELEASE_EXTRAS)
         for short, path in RELEASE_NAMES.items():
             *parents, leaf = path.split(".")
@@ -116,12 +111,12 @@ class ModelConfig(ModelFields):
         return layer < self.n_hash_layers
 
     def block_path(self, layer: int) -> str:
-        """Where a block's tensors live: `layers.<n>`, and `mtp.<i>` from index `n_layers` on."""
+        """Prefix of a block's tensor names: `layers.<n>`, or `mtp.<i>` from index n_layers on."""
         return f"mtp.{layer - self.n_layers}" if self.is_mtp(layer) else f"layers.{layer}"
 
     @property
     def mtp_problem(self) -> str | None:
-        """Why the MTP block of this configuration cannot be computed, or None when it can."""
+        """Why the MTP block cannot be computed with this configuration; None if it can."""
         extra = len(self.compress_ratios) - self.n_layers
         if self.n_mtp_layers == 0:
             return "num_nextn_predict_layers is 0: there is no MTP layer"
@@ -140,14 +135,14 @@ class ModelConfig(ModelFields):
 
     @property
     def mtp_supported(self) -> bool:
-        """Whether the MTP block can be computed; `mtp_problem` says why not."""
+        """Whether the MTP block can be computed (see `mtp_problem`)."""
         return self.mtp_problem is None
 
 
 class Numerics(BaseModel):
-    """How the reference computes: the accumulation dtype (SPEC section 4), threads and code path.
+    """How to compute: accumulation dtype (SPEC section 4), threads, backend of matrix products.
 
-    Neither threads nor backend may change a bit of the result; `accumulate` does.
+    Only `accumulate` affects results; threads and backend do not change a bit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -158,8 +153,8 @@ class Numerics(BaseModel):
 
     @property
     def acc(self) -> "torch.dtype":
-        """The dtype between two rounding places, torch.float64 or torch.float32."""
-        import torch  # here: it takes a second, and reading a configuration does not need it
+        """The accumulation dtype, torch.float64 or torch.float32."""
+        import torch  # not at the top: importing it takes a second
 
         return torch.float64 if self.accumulate == "float64" else torch.float32
 
@@ -180,9 +175,7 @@ def _refuse_other_schema(d: dict[str, Any], source: str) -> None:
 
 
 def _collect(d: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The values by short name and the release names of the missing ones; null counts as
-    missing.
-    """
+    """Values by short name, and paths of the missing fields; null counts as missing."""
     values: dict[str, Any] = {}
     missing: list[str] = []
     for short, path in RELEASE_NAMES.items():
@@ -196,7 +189,5 @@ def _collect(d: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _fields(names: list[str]) -> str:
-    """`field a` or `fields a, b`; a nested group that lacks all its fields still lists each of
-    them.
-    """
+    """Field names for a message: `field a` or `fields a, b`."""
     return f"field{'s' if len(names) > 1 else ''} {', '.join(names)}"

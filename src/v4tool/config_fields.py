@@ -1,8 +1,8 @@
-"""The fields of `config.json` that the arithmetic uses: names, types, and rules between fields.
+"""`ModelFields`: the fields of `config.json` that the model uses, with types and consistency rules.
 
-`ModelFields` validates one field at a time by its type and relations of fields by `_CHECKS`: a
-combination that SPEC gives no meaning to is refused (SPEC section 1). `explain` words the errors.
-Left out: reading the file and what follows from the fields (`config`).
+Types validate single fields, `_CHECKS` the relations of fields: combinations that SPEC does not
+define are refused (SPEC section 1). `explain` formats the errors. Left out: reading the file
+(`config`).
 """
 
 import reprlib
@@ -18,18 +18,18 @@ from pydantic import (
 )
 
 ACT_BLOCK = 128
-"""Activations share one scale over this many elements along `in` (SPEC 3)."""
+"""Elements per scale of a quantised activation (SPEC 3)."""
 KV_BLOCK = 64
-"""Block of the in-place quantisation of keys and values (SPEC 5, attention and compressor)."""
+"""Elements per scale of the in-place quantisation of keys and values (SPEC 5)."""
 FP4_GROUP = 32
 """Elements per scale of an FP4 weight along `in` and of `fp4_act_quant` (SPEC 2 and 3)."""
 RATIOS = (0, 4, 128)
-"""SPEC says for these ratios alone whether blocks overlap and an indexer chooses them (only 4)."""
+"""Compression ratios that SPEC defines; 4 has overlapping blocks and an indexer."""
 
 MAX_SIZE = 2**31 - 1
-"""Of a single dimension or count."""
+"""Largest value of a dimension or count."""
 MAX_EXPERTS = 1_000_000
-"""Of routed experts in all layers together (the release has 11,008); each is six tensors' names."""
+"""Most routed experts in all layers together: each has six tensors in the layout."""
 
 RELEASE_NAMES = {
     "dim": "hidden_size",
@@ -80,7 +80,7 @@ SizeOrNone = Annotated[int, Field(ge=0, le=MAX_SIZE)]
 
 
 class ModelFields(BaseModel):
-    """The model's dimensions and constants under short names, frozen (SPEC section 1)."""
+    """Dimensions and constants of the model, under short names, immutable (SPEC section 1)."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -126,7 +126,7 @@ class ModelFields(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        """Refuse combinations of fields that SPEC gives no meaning to."""
+        """Refuse combinations of fields that SPEC does not define."""
         problems = [p for check in _CHECKS for p in check(self)]
         if problems:
             raise ValueError("; ".join(problems))
@@ -134,7 +134,7 @@ class ModelFields(BaseModel):
 
 
 def explain(error: ValidationError) -> str:
-    """Every problem in one line: `field: expected ..., found ...`."""
+    """All validation errors in one line: `field: expected ..., found ...; ...`."""
     lines = []
     for e in error.errors():
         if not e["loc"]:
@@ -184,7 +184,7 @@ def _check_indexer(c: ModelFields) -> list[str]:
 
 
 def _check_blocks(c: ModelFields) -> list[str]:
-    """Dimensions that a quantised activation runs along must hold whole blocks."""
+    """Dimensions along which activations are quantised must be multiples of the block size."""
     out = []
     if c.fp8_block != (ACT_BLOCK, ACT_BLOCK):
         out.append(_wrong("fp8_block", f"[{ACT_BLOCK}, {ACT_BLOCK}]", list(c.fp8_block)))
