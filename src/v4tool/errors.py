@@ -25,6 +25,10 @@ class ConfigError(V4ToolError):
     """A checkpoint's `config.json` has a missing, unknown or senseless field."""
 
 
+class UnsupportedError(V4ToolError):
+    """What is asked for is not defined for the model's architecture."""
+
+
 class ProfileError(V4ToolError):
     """A profile, a case or a resolved setting cannot be used."""
 

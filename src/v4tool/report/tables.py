@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from v4tool.names import Keys, base_keys, is_expert, layer_keys, mtp_keys, payload_bytes, steps_of
+from v4tool.names import Keys, base_keys, is_expert, layer_keys, payload_bytes, steps_of
 from v4tool.report.units import seconds, size
 
 if TYPE_CHECKING:  # a listing must not wait for torch
@@ -77,8 +77,7 @@ def layers_table(config: "ModelConfig") -> Table:
     long = steps_of(max(config.compress_ratios) or 1, 0)[0]
     for layer in range(config.n_layers + (1 if config.mtp_supported else 0)):
         ratio = config.ratio(layer)
-        mtp = config.is_mtp(layer)
-        keys = base_keys(mtp_keys(config, long) if mtp else layer_keys(config, layer, long))
+        keys = base_keys(layer_keys(config, layer, long))
         table.add_row(
             config.block_path(layer), str(ratio), attention_kind(ratio),
             "by token id" if config.is_hash(layer) else "by score", str(len(keys)),
