@@ -1,6 +1,9 @@
 """What people really had in place of a checkpoint: each is refused in one line that names it."""
 
+import bz2
+import gzip
 import json
+import lzma
 import re
 import shutil
 from collections.abc import Callable
@@ -88,6 +91,15 @@ def index_text(text: str) -> Damage:
     return lambda d: (d / INDEX).write_text(text)
 
 
+def remains(name: str, content: bytes) -> Damage:
+    """Write something else in place of a file."""
+    return lambda d: (d / name).write_bytes(content)
+
+
+def instead(content: bytes) -> Damage:
+    return remains(SHARD, content)
+
+
 def points_to(file: str) -> Damage:
     return lambda d: edit_index(d, lambda m: m.update({"norm.weight": file}))
 
@@ -141,6 +153,44 @@ def zero_tail(file: str, size: int) -> Damage:
 
 
 BF16_WKV = stored(f"{WKV}.weight", "BF16", [128, 128], bytes(range(256)) * 128)
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 3458764512\n"
+HTML = b"\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
+OTHER_KINDS = [
+    # name, content, what it is and what to do
+    ("lfs", LFS, "a Git LFS pointer: run `git lfs pull` in its directory"),
+    ("html", HTML, "an HTML page, as from a login, a proxy or an error: download the file again"),
+    ("html-bom", b"\xef\xbb\xbf<HTML>" + bytes(99), "an HTML page, as from a login"),
+    ("xml", b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "an XML message, as"),
+    ("json", b'{"error": "Invalid username or password."}', """the text '{"error": "Invalid"""),
+    ("text", b"Entry not found", "the text 'Entry not found': download the file again"),
+    ("short-text", b"404", "the text '404': download the file again"),
+    (
+        "long-text",
+        50 * "Zugriff verweigert, bitte prüfen ".encode(),
+        "the text 'Zugriff verweigert, bitte pr\\xfcfen Zugriff verweigert, bitte p...'",
+    ),
+    ("gguf", b"GGUF\3\0\0\0" + b"{" + bytes(99), "a GGUF file (llama.cpp): v4tool reads the rel"),
+    ("pt", b"PK\3\4\0\0\b\b" + bytes(99), "a zip archive, perhaps by torch.save (.pt, .bin): v4"),
+    ("old-pt", b"\x80\2\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "a Python pickle, perhaps by torch.save"),
+    (
+        "pickle",
+        b"\x80\4\x95\xf8\1\0\0\0\0\0\0}",
+        "a Python pickle: v4tool reads the release's safetensors",
+    ),
+    (
+        "hdf5",
+        b"\x89HDF\r\n\x1a\n" + bytes(99),
+        "an HDF5 file: v4tool reads the release's safetensors",
+    ),
+    ("npy", b"\x93NUMPY\1\0v\0{'descr'", "a NumPy file: v4tool reads the release's safetensors"),
+    ("gzip", gzip.compress(bytes(999)), "a gzip file: unpack it first"),
+    ("xz", lzma.compress(bytes(999)), "an xz file: unpack it first"),
+    ("bzip2", bz2.compress(bytes(999)), "a bzip2 file: unpack it first"),
+    ("zstd", b"\x28\xb5\x2f\xfd\x24" + bytes(99), "a Zstandard file: unpack it first"),
+    ("zeros", bytes(SIZE), "a file that begins with 4096 zero bytes: download the file again"),
+    ("few-zeros", bytes(8), "a file that begins with 8 zero bytes: download the file again"),
+]
 
 OPENING = [
     # name, damage, what the line must say
@@ -207,6 +257,19 @@ OPENING = [
         lambda d: ((d / SHARD).unlink(), (d / SHARD).mkdir()),
         "1 of 8 shards missing",
     ),
+    # another file in place of a shard
+    *[
+        (
+            f"instead-{name}",
+            instead(content),
+            f"{SHARD}: expected a safetensors file, found {words}",
+        )
+        for name, content, words in OTHER_KINDS
+    ],
+    ("lfs-index", remains(INDEX, LFS), f"{INDEX}: is a Git LFS pointer: run `git lfs pull` in its"),
+    ("html-index", remains(INDEX, HTML), f"{INDEX}: is an HTML page, as from a login, a proxy"),
+    ("lfs-config", remains("config.json", LFS), "config.json: is a Git LFS pointer: run `git"),
+    ("index-utf16", remains(INDEX, "{}".encode("utf-16")), f"{INDEX}: is UTF-16 text, expected"),
     # headers
     ("header-longer", length_field(SIZE), f"its header should take {SIZE} bytes, only"),
     ("header-huge", length_field(2**63), f"its header should take {2**63} bytes, only"),
@@ -227,7 +290,12 @@ OPENING = [
     ),
     ("index-newline-in-file", points_to("a\n.safetensors"), "files beside it, found a\\n.safe"),
     ("header-no-dtype", entry(dtype=None), f"tensor {WKV}.weight: unknown dtype None"),
-    ("header-new-dtype", entry(dtype="F4"), f"tensor {WKV}.weight: unknown dtype F4"),
+    ("header-new-dtype", entry(dtype="F3"), f"tensor {WKV}.weight: unknown dtype F3"),
+    (
+        "header-half-byte",
+        entry(dtype="F4", shape=[127, 255]),
+        f"tensor {WKV}.weight: F4 [127, 255] takes 129540 bits, not whole bytes",
+    ),
     ("header-odd-dtype", entry(dtype="F\n4"), f"tensor {WKV}.weight: unknown dtype F\\n4"),
     ("header-negative", entry(shape=[-128, -128]), "lacks a shape or a byte range"),
     ("header-fraction", entry(shape=[128.0, 128]), "lacks a shape or a byte range"),
@@ -279,6 +347,26 @@ OPENING = [
         "transposed",
         stored("layers.1.attn.wo_b.scale", "F8_E8M0", [2, 1], b"\x7f\x7f"),
         "expected F8_E8M0 [1, 2], found F8_E8M0 [2, 1] (transposed)",
+    ),
+    (
+        "fp4-logical-shape-in-u8",
+        stored(f"{W1}.weight", "U8", [128, 128], bytes(range(256)) * 64),
+        f"{W1}.weight expected I8 [128, 64], found U8 [128, 128]",
+    ),
+    (
+        "fp4-stored-shape-in-f4",
+        stored(f"{W1}.weight", "F4", [128, 64], bytes(range(256)) * 16),
+        f"{W1}.weight expected I8 [128, 64], found F4 [128, 64]",
+    ),
+    (
+        "fp4-one-code-more-in-f4",
+        stored(f"{W1}.weight", "F4", [128, 129], bytes(range(129)) * 64),
+        f"{W1}.weight expected I8 [128, 64], found F4 [128, 129]",
+    ),
+    (
+        "fp8-in-u8",
+        stored(f"{WKV}.weight", "U8", [128, 128], bytes(range(256)) * 64),
+        f"{WKV}.weight expected F8_E4M3 [128, 128], found U8 [128, 128]",
     ),
     (
         "scale-inverse-name",
@@ -351,6 +439,14 @@ def test_opening(tmp_path: Path, damage: Damage, words: str) -> None:
     assert words in line
 
 
+def test_a_square_tensor_is_not_called_transposed(tmp_path: Path) -> None:
+    directory = copy(MINI, tmp_path / "ckpt")
+    BF16_WKV(directory)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(directory)
+    assert line_of(caught).endswith("expected F8_E4M3 [128, 128], found BF16 [128, 128]")
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("model.gguf", "found a GGUF file"), ("model.safetensors", "shards, found a file")],
@@ -385,6 +481,25 @@ def test_damaged_files_are_told_together(tmp_path: Path) -> None:
     assert f"{EMBED}: expected a safetensors file" in line
     assert f"{SHARD}: cut short" in line
     assert "missing tensor" not in line, "what these files held needs no second complaint"
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_shards_of_another_kind_are_told_in_one_line(tmp_path: Path, with_index: bool) -> None:
+    directory = copy(MINI, tmp_path / "ckpt")
+    for path in directory.glob("*.safetensors"):
+        path.write_bytes(LFS)
+    (directory / EMBED).write_bytes(HTML)
+    if not with_index:
+        (directory / INDEX).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(directory)
+    assert line_of(caught) == (
+        f"{directory}: {EMBED}: expected a safetensors file, found an HTML page, as from a login, "
+        "a proxy or an error: download the file again; 7 of 8 shards: expected a safetensors file, "
+        "found a Git LFS pointer: run `git lfs pull` in its directory (model-00002-of-00008"
+        ".safetensors, model-00003-of-00008.safetensors, model-00004-of-00008.safetensors, "
+        "model-00005-of-00008.safetensors and 3 more)"
+    )
 
 
 def test_a_tail_of_zeros_is_measured_and_named(tmp_path: Path) -> None:

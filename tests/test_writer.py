@@ -18,7 +18,7 @@ from torch import Tensor
 
 from v4tool.errors import OutputError
 from v4tool.record.reader import Recording
-from v4tool.record.writer import PIECE, PIECES, WRITE_BACK, RecordingWriter
+from v4tool.record.writer import BUFFER_BYTES, BUFFERS, WRITE_BACK, RecordingWriter
 
 
 def write(path: Path, tensors: dict[str, Tensor], *, force: bool = False) -> str:
@@ -52,12 +52,12 @@ def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
 def test_values_that_go_over_the_end_of_a_piece(tmp_path: Path) -> None:
     """What lies between two pieces of memory, or fills several, comes out as it went in."""
     values = {
-        "most of one": torch.arange(PIECE // 4 - 2, dtype=torch.int32),
+        "most of one": torch.arange(BUFFER_BYTES // 4 - 2, dtype=torch.int32),
         "over its end": torch.arange(10, dtype=torch.bfloat16),
-        "several": torch.arange(PIECE, dtype=torch.float32),
-        "turned": torch.arange(PIECE // 2, dtype=torch.float64).view(2, -1).T,
-        "wide": torch.arange(PIECE // 4, dtype=torch.int64),
-        "odd": torch.arange(PIECE // 4 + 1, dtype=torch.float32),
+        "several": torch.arange(BUFFER_BYTES, dtype=torch.float32),
+        "turned": torch.arange(BUFFER_BYTES // 2, dtype=torch.float64).view(2, -1).T,
+        "wide": torch.arange(BUFFER_BYTES // 4, dtype=torch.int64),
+        "odd": torch.arange(BUFFER_BYTES // 4 + 1, dtype=torch.float32),
     }
     digest = write(tmp_path / "a.safetensors", values)
     found = load_file(tmp_path / "a.safetensors")
@@ -77,12 +77,12 @@ def test_memory_is_bounded_where_the_disk_is_slow(
     with RecordingWriter(tmp_path / "a.safetensors", 1, {}) as writer:
         slow = SimpleNamespace(write=lambda data: go_on.wait(), tell=lambda: 0)
         monkeypatch.setattr(writer, "_file", slow)
-        value = torch.zeros(PIECES * PIECE // 4)
+        value = torch.zeros(BUFFERS * BUFFER_BYTES // 4)
         caller = threading.Thread(target=writer.put, args=("x", torch.cat([value, value])))
         caller.start()
         caller.join(0.5)
         assert caller.is_alive()
-        assert writer._pieces == PIECES
+        assert writer._buffers == BUFFERS
         go_on.set()
         caller.join(10)
         assert not caller.is_alive()

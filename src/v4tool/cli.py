@@ -7,7 +7,6 @@ imported inside the commands, so that `--help` answers at once.
 
 import atexit
 import gc
-import os
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -19,6 +18,7 @@ from v4tool.commands.dump import dump
 from v4tool.commands.listing import listing
 from v4tool.commands.options import say
 from v4tool.commands.regen import regen
+from v4tool.commands.streams import flush_stdout, use_robust_streams
 from v4tool.commands.synth import synth
 from v4tool.commands.verify import verify
 from v4tool.errors import V4ToolError
@@ -56,15 +56,15 @@ def main(run: Callable[[], None] = app) -> None:
     # garbage again and again, and once more at the end, takes most of a second
     gc.set_threshold(1_000_000, 20, 20)
     atexit.register(gc.freeze)
+    use_robust_streams()
     try:
-        run()
+        try:
+            run()
+        finally:
+            flush_stdout()
     except V4ToolError as error:
         say(f"v4tool: {error}")
         sys.exit(2)
     except KeyboardInterrupt:
         say("v4tool: interrupted")
         sys.exit(130)
-    except BrokenPipeError:
-        # the reader of stdout has gone, as `head` does; there is nobody left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)

@@ -17,12 +17,10 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from v4tool.architecture import Architecture, choose
 from v4tool.config_fields import ModelFields, explain
 from v4tool.errors import ConfigError
+from v4tool.file_kinds import json_text
 
 if TYPE_CHECKING:
     import torch
-
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-"""Byte order marks of UTF-16, little and big endian."""
 
 _NEWER_SCHEMA = ("layer_types", "rope_parameters")
 
@@ -59,14 +57,13 @@ class ModelConfig(ModelFields):
         if path.is_dir():
             path = path / "config.json"
         try:
-            data = path.read_bytes()
-            if data[:2] in _UTF16_MARKS:
-                raise ConfigError(f"{path}: is UTF-16 text, expected UTF-8: save it as UTF-8")
-            text = data.decode("utf-8-sig")
+            text = json_text(path.read_bytes())
         except FileNotFoundError:
             raise ConfigError(f"{path}: there is no such file") from None
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(f"{path}: cannot be read: {e}") from None
+        except ValueError as e:
+            raise ConfigError(f"{path}: {e}") from None
         try:
             raw = json.loads(text, object_pairs_hook=_no_duplicates)
         except (ValueError, RecursionError) as e:

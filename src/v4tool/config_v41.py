@@ -117,6 +117,11 @@ def _check_candidates(c: "V41Config") -> list[str]:
     return []
 
 
+def _check_sources(c: "V41Config") -> list[str]:
+    """What shares rows and tables; the first rule that is broken, for others follow from it."""
+    return _check_kv_sources(c) or _check_index_sources(c) or _check_candidates(c)
+
+
 def _not_layers(c: "V41Config", field: str, ids: tuple[int, ...]) -> list[str]:
     if list(ids) == sorted(set(ids)) and all(n < c.n_layers for n in ids):
         return []
@@ -160,6 +165,7 @@ class V41Config(ModelConfig, DSparkFields):
         "expert_dtype": ("quantization_config.expert_dtype", "expert_dtype"),
         "scale_fmt": ("scale_fmt",),
     }
+    release_extras: ClassVar[Mapping[str, Any]] = {"model_type": "deepseek_v41"}
     only_values: ClassVar[Mapping[str, Any]] = {
         "n_shared_experts": 1,
         "rope_type": "yarn",
@@ -174,9 +180,7 @@ class V41Config(ModelConfig, DSparkFields):
         _check_blocks,
         check_routing,
         check_draft_ratios,
-        _check_kv_sources,
-        _check_index_sources,
-        _check_candidates,
+        _check_sources,
         _check_engram,
         check_targets,
         _check_draft_experts,

@@ -63,6 +63,7 @@ class Selection:
 
     def keys(self, config: ModelConfig, case: Case) -> Keys:
         """The wanted keys of a case. InputError for a pattern or a layer that there is not."""
+        config.architecture.require("dump")
         experts = config.n_routed_experts
         mtp = self.mtp and config.mtp_supported
         every = recording_keys(config, len(case.input_ids), case.decode, mtp=mtp)

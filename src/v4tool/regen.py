@@ -144,6 +144,7 @@ def regenerate(
     verify: judges a recording beside its final place. OutputError where files cannot be written
     or another regen is at work in the directory.
     """
+    checkpoint.config.architecture.require("regen")
     entries = [p.entry for p in planned if p.left_alone is None]
     if not entries:
         return []

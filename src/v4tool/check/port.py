@@ -105,7 +105,7 @@ def _with_weights(
 
 
 def run_row(name: str, task: Callable[[], str]) -> PortRow:
-    """A row from a task that returns what it saw, or raises `Wrong` or CheckpointError."""
+    """A row from a task that returns what it saw, or raises `CheckFailed` or CheckpointError."""
     started = time.monotonic()
     try:
         status: Status = "ok"
@@ -135,6 +135,7 @@ def structure(directory: Path | str) -> str:
 
 def weight_bytes(config: ModelConfig, *, quick: bool) -> int:
     """How many bytes `check_port` will look at, for a progress bar."""
+    config.architecture.require("check --port")
     specs = layout(config)
     return sum(_part(specs[name], quick).nbytes for name in _looked_at(specs, quick))
 

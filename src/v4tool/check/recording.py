@@ -125,6 +125,7 @@ def check_recording(
     messages; manifest: its entry, for hashes; checkpoint: for what takes weights (`deep`: every
     product); identities: whether keys are tied to each other; partial: keys may be missing.
     """
+    config.architecture.require("check")
     check = _Check(Path(path), config, partial=partial, ids=ids, manifest=manifest)
     try:
         check.specification(ids, decode_ids, case)

@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from v4tool.errors import CheckpointError
+from v4tool.file_kinds import PEEK, not_safetensors
 
 DTYPE_BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "F16": 16, "BF16": 16, "U16": 16, "I16": 16,
     "F32": 32, "U32": 32, "I32": 32,
     "F64": 64, "U64": 64, "I64": 64, "C64": 64,
 }  # fmt: skip
-"""Bits per element by safetensors dtype, the byte-sized ones; any other name is refused."""
+"""Bits per element by safetensors dtype; any other name is refused."""
 
 MAX_HEADER = 100_000_000
 """The format's own limit; it keeps a damaged length from asking for all memory."""
@@ -75,9 +78,12 @@ def read_header(path: Path) -> Header:
 
 def _raw_header(path: Path) -> tuple[bytes, int]:
     size = path.stat().st_size
-    if size < 8:
-        raise ValueError(f"expected a safetensors file, found {size} bytes")
     with path.open("rb") as f:
+        if other := not_safetensors(f.read(PEEK)):
+            raise ValueError(f"expected a safetensors file, found {other}")
+        if size < 8:
+            raise ValueError(f"expected a safetensors file, found {size} bytes")
+        f.seek(0)
         length = int.from_bytes(head := f.read(8), "little")
         if length > size - 8:
             raise ValueError(f"its header should take {length} bytes, only {size - 8} follow")
@@ -122,8 +128,10 @@ def _entry(name: str, value: Any, payload: int) -> Entry:
         raise ValueError(f"tensor {name}: its entry lacks a shape or a byte range")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise ValueError(f"tensor {name}: unknown dtype {dtype}")
-    nbytes, found = prod(shape) * DTYPE_BITS[dtype] // 8, offsets[1] - offsets[0]
-    if nbytes != found:
+    bits, found = prod(shape) * DTYPE_BITS[dtype], offsets[1] - offsets[0]
+    if bits % 8:
+        raise ValueError(f"tensor {name}: {dtype} {shape} takes {bits} bits, not whole bytes")
+    if (nbytes := bits // 8) != found:
         raise ValueError(f"tensor {name}: {dtype} {shape} takes {nbytes} bytes, its range {found}")
     return Entry(dtype, tuple(shape), payload + offsets[0], payload + offsets[1])
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from v4tool.checkpoint.header import Entry, Header, read_header, unique_keys
 from v4tool.errors import CheckpointError, printable
+from v4tool.file_kinds import json_text
 
 INDEX = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors", re.ASCII)
@@ -47,7 +48,8 @@ class TensorIndex:
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the sorted weight map and each shard's name, size and header digest.
 
-        The payload does not enter it: it must be had in a second for 149 GiB.
+        The payload does not enter it: it must be had in a second for 149 GiB. The headers do as
+        they are, so the same weights under another dtype's name have another fingerprint.
         """
         digest = hashlib.sha256()
         for name, file in sorted(self.files.items()):
@@ -106,9 +108,11 @@ def _nothing_there(directory: Path) -> str:
 
 def _read_index(path: Path) -> tuple[dict[str, str], Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=unique_keys)
-    except (OSError, ValueError, RecursionError) as e:
+        raw = json.loads(json_text(path.read_bytes()), object_pairs_hook=unique_keys)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
         raise CheckpointError(f"{path}: cannot be read as JSON: {e}") from None
+    except ValueError as e:
+        raise CheckpointError(f"{path}: {e}") from None
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: expected a weight_map of tensor names to files, found none")
@@ -144,13 +148,17 @@ def _read_headers(out: TensorIndex, names: list[str]) -> None:
     if missing:
         # a download is completed by this list, so no name is left out
         out.problems.append(f"{len(missing)} of {len(names)} shards missing: {', '.join(missing)}")
+    unusable: dict[str, list[str]] = {}
     for name in names:
         if name in missing:
             continue
         try:
             out.headers[name] = read_header(out.directory / name)
         except CheckpointError as e:
-            out.problems.append(str(e))
+            unusable.setdefault(str(e).removeprefix(f"{name}: "), []).append(name)
+    for reason, files in unusable.items():
+        which = files[0] if len(files) == 1 else f"{len(files)} of {len(names)} shards"
+        out.problems.append(f"{which}: {reason}" + (f" ({some(files)})" if len(files) > 1 else ""))
 
 
 def _match(out: TensorIndex, weight_map: dict[str, str] | None) -> None:

@@ -143,6 +143,7 @@ def check_the_port(
     from v4tool.report import check as report
     from v4tool.report import tables
     from v4tool.report.progress import bytes_progress
+    from v4tool.selftest import payload_row
 
     directory = checkpoint_directory(profile, quiet=quiet)
     total = weight_bytes(model_config(profile), quick=quick)
@@ -150,6 +151,7 @@ def check_the_port(
         rows = check_port(
             directory, quick=quick, layer=layer, numerics=numerics_of(profile), progress=progress
         )
+    rows.append(payload_row(profile.threads, profile.backend))
     if as_json:
         print_json([asdict(row) for row in rows])
     else:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from v4tool.commands.streams import shows_unicode
 from v4tool.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ def say(line: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on stdout."""
-    print(json.dumps(value, indent=1, ensure_ascii=False))
+    """One JSON value on stdout, with escapes where stdout's encoding has not all characters."""
+    print(json.dumps(value, indent=1, ensure_ascii=not shows_unicode(sys.stdout)))
 
 
 def unsaid(line: str) -> None:

@@ -1,10 +1,10 @@
-"""`prompts.json`: what the recordings of a directory are, one entry a case.
+"""Manifest `prompts.json` of a directory of recordings: one entry a case; reading and updating it.
 
-An entry says which prompt was run, how, on which checkpoint, what the recording holds and how it is
-told apart from a damaged one, and what has been verified of it. Entries are changed one at a time
-under a lock and the file is replaced as a whole, so that two runs do not lose each other's entries
-and a killed one leaves the old file. Left out: judging a recording (`check`), and text-to-ids (ids
-are kept beside the text).
+An entry holds the prompt, the settings and checkpoint of the run, the hashes and checksums of the
+recording, which paths of the model it covers, and the figures of its verification. Updates take a
+file lock and replace the file atomically, so that concurrent runs do not lose each other's entries
+and a killed run leaves the old file. Left out: checking a recording (`check`), and tokenization
+(ids are stored beside the text).
 """
 
 import base64
@@ -40,8 +40,7 @@ SEMANTICS: Mapping[str, str] = {
     "kernel.py": "59b325083d7103975cba025bd0d60ea343bb82d8fff53088afb7c04bd380c0c2",
     "refuses": "the checkpoint variant of 2026-07-31 (DSpark in place of MTP, 48 shards)",
 }
-"""Which semantics the reference follows; the two names are the release's files, with their SHA-256.
-"""
+"""Revision of the released code that the port follows, and the SHA-256 of two of its files."""
 
 
 class _Frozen(BaseModel):
@@ -49,7 +48,7 @@ class _Frozen(BaseModel):
 
 
 class Blocks(_Frozen):
-    """Compressed blocks of a ratio after the prefill, and tokens that belong to no complete one."""
+    """Complete compressed blocks of one ratio after the prefill, and the tokens left over."""
 
     complete: int
     trailing: int
@@ -58,8 +57,10 @@ class Blocks(_Frozen):
 class Coverage(_Frozen):
     """Which paths of the model a case reaches.
 
-    blocks: by ratio; clamp_hits: values beyond the SwiGLU limit, by projection and kind of expert;
-    experts_reached: number of routed experts by pass and layer.
+    blocks: by ratio. window_exceeded: the prompt is longer than the sliding window.
+    topk_truncated: the indexer has more blocks than it may choose. clamp_hits: number of values
+    beyond the SwiGLU limit, by kind of expert and projection. experts_reached: number of routed
+    experts by pass and layer.
     """
 
     blocks: dict[str, Blocks]
@@ -70,10 +71,10 @@ class Coverage(_Frozen):
 
 
 class Run(_Frozen):
-    """What whoever records a case knows of it: the prompt, how it was run, on which checkpoint.
+    """The part of an entry that the run itself knows: prompt, settings, checkpoint.
 
-    complete: nothing was left out on request; numerics: plain data (accumulate, product);
-    seconds, peak_rss_bytes: of the run.
+    complete: no key was left out on request. numerics: plain data (accumulate, product).
+    seconds, peak_rss_bytes: duration and peak memory of the run.
     """
 
     id: str
@@ -92,12 +93,12 @@ class Run(_Frozen):
 
 
 class Entry(Run):
-    """One case: the run and the recording that it left. Sizes in bytes.
+    """One case: the run and its recording.
 
-    header_sha256 covers what stands before the payload, so that header and payload hashes
-    together are as strong as file_sha256; checksums: base64 of one little-endian uint32 a
-    tensor in order of their keys, the sum of its 32-bit words, to name the tensor that is
-    damaged; verification: what `verify` found.
+    length: tokens of the prompt. payload_sha256, header_sha256: of the payload and of all bytes
+    before it; together they cover the same bytes as file_sha256. checksums: base64 of one
+    little-endian uint32 a tensor in order of the sorted keys, the sum of its 32-bit words, which
+    shows which tensor is damaged. verification: `VerifyResult.evidence()`, None before a `verify`.
     """
 
     length: int
@@ -115,7 +116,7 @@ class Entry(Run):
     checksums: str = Field(repr=False)
 
     def sums(self) -> list[int]:
-        """The checksums as numbers, in order of the recording's sorted keys."""
+        """The checksums as integers, in order of the sorted keys; empty if they are damaged."""
         try:
             raw = base64.b64decode(self.checksums, validate=True)
             return [int(word) for word in np.frombuffer(raw, "<u4")]
@@ -126,8 +127,8 @@ class Entry(Run):
 class Manifest(_Frozen):
     """All entries of a directory, by case id.
 
-    pending: entries of recordings that are just taking the place of those in `cases`; whoever
-    is killed between the two renames leaves a recording that one of the two describes.
+    pending: entries of recordings that are being replaced (see `replace_recording`). If the run is
+    killed meanwhile, the recording on disk is described by its entry in `cases` or in `pending`.
     """
 
     format: int = FORMAT
@@ -137,9 +138,7 @@ class Manifest(_Frozen):
 
     @classmethod
     def load(cls, directory: Path | str) -> Self:
-        """Read a directory's manifest; an empty one where there is none. RecordingError if it is
-        damaged.
-        """
+        """Read a directory's manifest; empty if there is none. RecordingError if it is damaged."""
         path = Path(directory) / MANIFEST
         try:
             return cls.model_validate_json(path.read_bytes())
@@ -155,7 +154,7 @@ class Manifest(_Frozen):
             ) from None
 
     def entry_of(self, case_id: str, recording: Path | str) -> Entry | None:
-        """The entry that describes a recording: the pending one if its header is that one's."""
+        """The entry that describes a recording: the pending one if its header hash is equal."""
         pending = self.pending.get(case_id)
         if pending is not None and read_header(recording).sha256 == pending.header_sha256:
             return pending
@@ -173,7 +172,7 @@ class Manifest(_Frozen):
         return None if case_id is None else manifest.entry_of(case_id, recording)
 
     def text(self) -> str:
-        """The manifest as JSON for people: one line a field."""
+        """The manifest as JSON with one line a field."""
         parts = [f'"format": {self.format}', f'"semantics": {_fields_of(self.semantics, 2)}']
         parts.append(f'"cases": {_entries(self.cases)}')
         if self.pending:
@@ -199,14 +198,14 @@ def _fields_of(values: Mapping[str, Any], depth: int) -> str:
 
 
 def lock(directory: Path) -> FileLock:
-    """The lock that guards a directory's manifest."""
+    """The file lock of a directory's manifest."""
     return FileLock(str(directory / f".{MANIFEST}.lock"), timeout=LOCK_SECONDS)
 
 
 def change(directory: Path | str, edit: Callable[[Manifest], Manifest]) -> Manifest:
-    """Replace a directory's manifest by an edited one, atomically and under the lock.
+    """Replace a directory's manifest by `edit(manifest)`, atomically and under the lock.
 
-    OutputError where it cannot be written; RecordingError where the old one is damaged.
+    OutputError if it cannot be written; RecordingError if the old one is damaged.
     """
     directory = Path(directory)
     path = directory / MANIFEST
@@ -228,7 +227,7 @@ def change(directory: Path | str, edit: Callable[[Manifest], Manifest]) -> Manif
 
 
 def update_entry(directory: Path | str, case_id: str, entry: Entry) -> None:
-    """Put one entry in place of the case's old one, or at the end; nothing is pending then."""
+    """Replace the entry of a case, or append it; a pending entry of the case is removed."""
 
     def edit(old: Manifest) -> Manifest:
         pending = {name: e for name, e in old.pending.items() if name != case_id}
@@ -239,12 +238,11 @@ def update_entry(directory: Path | str, case_id: str, entry: Entry) -> None:
 
 
 def replace_recording(directory: Path | str, fresh: Path, entry: Entry) -> None:
-    """Let a recording take the place of the case's old one, and its entry that of the old
-    entry.
+    """Replace a case's recording by the file `fresh`, and its entry by `entry`.
 
-    Two files cannot be renamed at once: the new entry first stands beside the old one, then the
-    recording is renamed, then the new entry alone stays. Killed at any moment, the recording
-    under the case's name is whole and has an entry.
+    Two files cannot be replaced in one atomic operation: the new entry is first added as pending,
+    then the recording is renamed, then the new entry replaces the old one. Killed at any moment,
+    the recording under the case's name is complete and has an entry.
     """
     directory = Path(directory)
 
@@ -259,10 +257,9 @@ def replace_recording(directory: Path | str, fresh: Path, entry: Entry) -> None:
 def record_verification(
     directory: Path | str, case_id: str, payload_sha256: str, evidence: Mapping[str, Any]
 ) -> bool:
-    """Keep what `verify` found of a case; False if the entry is missing or of another payload.
+    """Store a verification in a case's entry; False if there is none or its payload differs.
 
-    evidence: plain data for JSON, such as node checks passed, keys compared, bit-equal share,
-    seconds.
+    evidence: plain data for JSON (`VerifyResult.evidence()`).
     """
     done = False
 
@@ -282,11 +279,10 @@ def record_verification(
 def record_dump(
     directory: Path | str, recording: Path | str, config: ModelConfig, run: Run
 ) -> Entry:
-    """Describe a finished recording and put it into the manifest of `directory`; returns the
-    entry.
+    """Add a finished recording to the manifest of `directory`; returns its entry.
 
     The recording is read once, for hashes and coverage; an earlier verification is dropped.
-    RecordingError if it is no whole safetensors file, OutputError if the manifest cannot be
+    RecordingError if it is not a complete safetensors file, OutputError if the manifest cannot be
     written.
     """
     entry = describe(recording, config, run)
@@ -295,7 +291,7 @@ def record_dump(
 
 
 def describe(recording: Path | str, config: ModelConfig, run: Run) -> Entry:
-    """The entry of a finished recording, as `record_dump` would write it."""
+    """The entry of a finished recording; nothing is written."""
     length = len(run.input_ids)
     survey = Survey(recording, config, length)
     header = survey.header
@@ -317,7 +313,7 @@ def describe(recording: Path | str, config: ModelConfig, run: Run) -> Entry:
 
 
 def versions() -> dict[str, str]:
-    """What this runs on: v4tool, Python and the packages that touch the numbers."""
+    """Versions of v4tool, Python, torch, NumPy and safetensors."""
     found = {"v4tool": __version__, "python": platform.python_version()}
     for package in ("torch", "numpy", "safetensors"):
         try:
@@ -328,14 +324,12 @@ def versions() -> dict[str, str]:
 
 
 def checksum(words: Any) -> int:
-    """The sum of 32-bit words modulo 2^32: it changes with every single flipped bit. uint32 [n] ->
-    int.
-    """
+    """The sum modulo 2^32 of words, uint32 [n]; every single flipped bit changes it."""
     return int(np.add.reduce(words, dtype=np.uint32)) if len(words) else 0
 
 
 class Survey:
-    """A recording read once: its hashes, checksums and coverage."""
+    """Hashes, checksums and coverage of a recording, from one scan of the file."""
 
     def __init__(self, recording: Path | str, config: ModelConfig, length: int) -> None:
         self.header = read_header(recording)
@@ -369,7 +363,7 @@ class Survey:
 
 
 def path_coverage(config: ModelConfig, length: int) -> dict[str, Any]:
-    """What the length alone decides of a prefill's coverage."""
+    """The fields of `Coverage` that depend on the prompt's length alone."""
     ratios = sorted({r for r in config.compress_ratios if r})
     return {
         "blocks": {str(r): Blocks(complete=length // r, trailing=length % r) for r in ratios},

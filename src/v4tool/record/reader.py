@@ -1,30 +1,38 @@
-"""A recording read lazily: its keys and shapes at once, a tensor when it is asked for.
+"""Lazy reader of a recording: metadata, dtypes and shapes when it is opened, a tensor on request.
 
-Left out: whether what is in the file is right. That is for `check`; here a file only has to be
-readable.
+Left out: whether the contents are right, which `check` decides; the file only has to be readable.
+torch is imported only when a torch tensor is asked for.
 """
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from v4tool.errors import RecordingError
+from v4tool.names import ITEMSIZE
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Recording:
-    """An open recording. Attributes: `path`, `metadata` (strings), `specs` (key -> (dtype,
-    shape)).
+    """An open recording; use as a context manager.
+
+    `recording[key]` is a NumPy array, `recording.torch(key)` a torch tensor, read on request.
+    path: of the file. metadata: strings of `__metadata__`. specs: key -> (safetensors dtype,
+    shape). RecordingError if it is not a readable safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = safe_open(str(path), framework="pt")
+            self._file = safe_open(str(path), framework="np")
         except FileNotFoundError:
             raise RecordingError(f"{path}: no such recording") from None
         except (SafetensorError, OSError) as error:
@@ -61,21 +69,36 @@ class Recording:
     def __contains__(self, key: object) -> bool:
         return key in self.specs
 
-    def read(self, key: str) -> Tensor:
-        """One tensor, a copy. KeyError if the recording has no such key."""
-        if key not in self.specs:
-            raise KeyError(key)
-        value: Tensor = self._file.get_tensor(key)
+    def __getitem__(self, key: str) -> npt.NDArray[Any]:
+        """One tensor as a NumPy array of its own: float32, int32 or int64.
+
+        KeyError if the recording has no such key; RecordingError if it cannot be read, or has
+        another dtype than a recording's.
+        """
+        dtype, _ = self.specs[key]
+        if dtype not in ITEMSIZE:
+            wanted = ", ".join(ITEMSIZE)
+            raise RecordingError(f"{self.path}: {key}: expected one of {wanted}, found {dtype}")
+        try:
+            value: npt.NDArray[Any] = np.asarray(self._file.get_tensor(key))
+        except (SafetensorError, OSError) as error:
+            raise RecordingError(f"{self.path}: {key}: cannot be read: {error}") from None
         return value
+
+    def torch(self, key: str) -> "Tensor":
+        """One tensor as a torch tensor of its own; dtypes and errors as of `recording[key]`."""
+        import torch
+
+        return torch.from_numpy(self[key])
 
     @property
     def input_ids(self) -> list[int]:
-        """The prompt's ids as the metadata states them; RecordingError if it does not."""
+        """The prompt's token ids from the metadata; RecordingError if missing or no list."""
         return self._ids("input_ids", required=True)
 
     @property
     def decode_ids(self) -> list[int]:
-        """The ids of the decode steps as the metadata states them; none where it does not."""
+        """The decode steps' token ids from the metadata; empty if it has none."""
         return self._ids("decode_ids", required=False)
 
     def _ids(self, field: str, *, required: bool) -> list[int]:

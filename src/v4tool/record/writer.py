@@ -1,18 +1,18 @@
-"""A safetensors file that is written while its tensors come into being.
+"""Streaming safetensors writer: appends tensors as they are computed, from a background thread.
 
-The header stands in front of the payload but is known only at the end, so room for it is reserved
-and the rest padded with spaces, which the format allows. Everything goes to `<name>.partial`, with
-the SHA-256 of the payload taken on the way; `close` writes the header, syncs and renames, so a file
-under its own name is always whole. One thread writes while the caller computes.
+The header precedes the payload but is known only at the end, so space for it is reserved and padded
+with spaces, which the format allows. All bytes go to `<name>.partial`, and the SHA-256 of the
+payload is computed while writing; `close` writes the header, calls fsync and renames, so a file
+under its final name is always complete.
 
-The order is the order of `put`, with one exception: safetensors' readers want every tensor aligned
-to its element, so 8-byte tensors are kept back to the end, and 4-byte tensors with an odd number of
-elements go in pairs. The payload therefore depends on the values alone, not on threads, machine or
-time.
+Tensors are stored in the order of `put`, except for alignment: safetensors' readers require each
+tensor to be aligned to its element size, so 8-byte tensors are stored last, and 4-byte tensors with
+an odd number of elements in pairs. The payload depends on the values alone, not on threads, machine
+or time.
 
-Values are converted straight into the next free bytes of a piece of memory, which goes to the
-thread when it is full and comes back when it is written: no memory is fresh but at the start, and
-the threads meet once a piece instead of once a tensor.
+Values are converted into a buffer of a fixed size, which is passed to the writing thread when it is
+full and reused when it is written: memory is allocated only at the start, and the threads
+synchronise once a buffer instead of once a tensor.
 """
 
 import fcntl
@@ -32,16 +32,14 @@ from v4tool.errors import OutputError
 from v4tool.page_cache import write_back
 
 DTYPES = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
-PIECE = 4 << 20
-"""Bytes handed over at a time; a multiple of all elements' sizes."""
-PIECES = 16
-"""How many there are: what is computed may be this far ahead of what is written."""
+BUFFER_BYTES = 4 << 20
+"""Size of one buffer; a multiple of every element size."""
+BUFFERS = 16
+"""Number of buffers: how far computing may run ahead of writing."""
 WRITE_BACK = 32 << 20
-"""Bytes after which the disk is set to work; else most of a file waits for the sync at its end."""
+"""Bytes after which write-back to the disk is started, so that the final fsync has little to do."""
 HEADER_BYTES_PER_TENSOR = 176
-"""Room for one header entry: the longest name, shape and offsets of a large model fit with space to
-spare.
-"""
+"""Reserved for one header entry: more than the longest name, shape and offsets of a large model."""
 
 
 def recorded(value: Tensor) -> torch.dtype:
@@ -49,21 +47,22 @@ def recorded(value: Tensor) -> torch.dtype:
     return torch.float32 if value.is_floating_point() else value.dtype
 
 
-class _Piece:
-    """Some memory, as bytes and as elements of every recorded dtype."""
+class _Buffer:
+    """One buffer, viewed as bytes and as elements of every recorded dtype; `filled` in bytes."""
 
     def __init__(self) -> None:
-        memory = torch.empty(PIECE, dtype=torch.uint8)
+        memory = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
         self.bytes = memory.numpy().data
         self.elements = {dtype: memory.view(dtype) for dtype in DTYPES}
         self.filled = 0
 
 
 class RecordingWriter:
-    """Writes one recording; use as a context manager, which discards the file on any error.
+    """Writes one recording; as a context manager it discards the file unless `close` was called.
 
-    path: the final name. most_tensors: upper bound of the number of tensors, for the header's room.
-    metadata: header strings; `close` adds `payload_sha256`.
+    path: the final name. most_tensors: upper bound of the number of tensors, to reserve space for
+    the header. metadata: strings of `__metadata__`; `close` adds `payload_sha256`. force: replace
+    an existing file. Raises OutputError if the file cannot be written, exists, or is being written.
     """
 
     def __init__(
@@ -81,10 +80,10 @@ class RecordingWriter:
         self._odd: tuple[str, Tensor] | None = None
         self._sha = hashlib.sha256()
         self._error: OSError | None = None
-        self._piece = _Piece()
-        self._pieces = 1
-        self._full: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
-        self._free: queue.SimpleQueue[_Piece] = queue.SimpleQueue()
+        self._buffer = _Buffer()
+        self._buffers = 1
+        self._full: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         self._open()
         self._thread = threading.Thread(target=self._write_all, daemon=True)
         self._thread.start()
@@ -108,7 +107,7 @@ class RecordingWriter:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from None
 
     def _lock(self) -> bool:
-        """Lock the partial file; False when another run holds it or has just renamed it."""
+        """Lock the partial file; False if another run holds the lock or has just renamed it."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.fstat(self._file.fileno()).st_ino == self.partial.stat().st_ino
@@ -116,8 +115,10 @@ class RecordingWriter:
             return False
 
     def put(self, name: str, value: Tensor) -> None:
-        """Record one tensor; the value may be changed afterwards. Raises OutputError if writing
-        failed.
+        """Append one tensor, any shape: floats are converted to FP32, integers I32 or I64.
+
+        The value is copied and may be changed afterwards. OutputError if writing has failed,
+        ValueError for a name that was used before.
         """
         if name in self._names:
             raise ValueError(f"{name} was recorded twice")
@@ -142,50 +143,50 @@ class RecordingWriter:
             "data_offsets": [self._offset, self._offset + nbytes],
         }
         self._offset += nbytes
-        if self._piece.filled + nbytes <= PIECE:
+        if self._buffer.filled + nbytes <= BUFFER_BYTES:
             self._convert(value, dtype)
             return
         flat = value.flatten()
         while len(flat):
-            if self._piece.filled == PIECE:
-                self._hand_over()
-            room = (PIECE - self._piece.filled) // dtype.itemsize
+            if self._buffer.filled == BUFFER_BYTES:
+                self._submit()
+            room = (BUFFER_BYTES - self._buffer.filled) // dtype.itemsize
             self._convert(flat[:room], dtype)
             flat = flat[room:]
 
     def _convert(self, value: Tensor, dtype: torch.dtype) -> None:
-        """Put a value that fits behind what the piece has already."""
-        start = self._piece.filled // dtype.itemsize
-        target = self._piece.elements[dtype][start : start + value.numel()]
+        """Append a value to the current buffer, in which it fits."""
+        start = self._buffer.filled // dtype.itemsize
+        target = self._buffer.elements[dtype][start : start + value.numel()]
         target.view(value.shape).copy_(value)
-        self._piece.filled += value.numel() * dtype.itemsize
+        self._buffer.filled += value.numel() * dtype.itemsize
 
-    def _hand_over(self) -> None:
-        """Give the piece to the thread and go on with one that is free."""
-        self._full.put(self._piece)
-        if self._free.empty() and self._pieces < PIECES:
-            self._piece = _Piece()
-            self._pieces += 1
+    def _submit(self) -> None:
+        """Pass the current buffer to the writing thread and take a free or new one."""
+        self._full.put(self._buffer)
+        if self._free.empty() and self._buffers < BUFFERS:
+            self._buffer = _Buffer()
+            self._buffers += 1
         else:
-            self._piece = self._free.get()
+            self._buffer = self._free.get()
         self._raise_error()
 
     def _write_all(self) -> None:
         begun = 0
-        while (piece := self._full.get()) is not None:
+        while (buffer := self._full.get()) is not None:
             try:
                 if self._error is None:
-                    data = piece.bytes[: piece.filled]
+                    data = buffer.bytes[: buffer.filled]
                     self._file.write(data)
                     self._sha.update(data)
                     begun = self._begin_write_back(begun)
             except OSError as error:
                 self._error = error
-            piece.filled = 0
-            self._free.put(piece)
+            buffer.filled = 0
+            self._free.put(buffer)
 
     def _begin_write_back(self, begun: int) -> int:
-        """Up to which byte of the file writing to the disk has begun, given where it had before."""
+        """Start write-back of the bytes since offset `begun`, if enough; the new offset."""
         if (end := self._file.tell()) - begun < WRITE_BACK:
             return begun
         self._file.flush()
@@ -198,10 +199,13 @@ class RecordingWriter:
             raise OutputError(f"{self.path}: cannot be written: {reason}")
 
     def close(self) -> str:
-        """Finish the file under its own name; returns the SHA-256 of the payload, hexadecimal."""
+        """Write the header, rename to the final name; returns the payload's SHA-256, hexadecimal.
+
+        OutputError if writing has failed.
+        """
         for name, value in [*self._last, *([self._odd] if self._odd else [])]:
             self._write(name, value)
-        self._full.put(self._piece)
+        self._full.put(self._buffer)
         self._stop()
         self._raise_error()
         try:
@@ -232,7 +236,7 @@ class RecordingWriter:
             self._thread.join()
 
     def discard(self) -> None:
-        """Give up: nothing is left but an older file under the final name."""
+        """Remove the partial file; an older file under the final name stays."""
         self._stop()
         self.partial.unlink(missing_ok=True)
         with suppress(OSError):  # closing flushes, which fails again on a full disk
@@ -240,12 +244,12 @@ class RecordingWriter:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of payload so far."""
+        """Number of payload bytes so far."""
         return self._offset
 
     @property
     def tensors(self) -> int:
-        """Tensors in the file so far."""
+        """Number of tensors in the file so far, without those kept back for alignment."""
         return len(self._entries)
 
     def __enter__(self) -> Self:

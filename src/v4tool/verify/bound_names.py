@@ -1,11 +1,14 @@
-"""Which names a piece of Python binds. Left out: scoping rules beyond what `.vt` files need."""
+"""Names bound in a Python syntax tree: in a whole tree, by imports, or in one scope.
+
+Left out: scoping rules beyond what `.vt` files need.
+"""
 
 import ast
 from collections.abc import Iterator
 
 
 def _bound_here(element: ast.AST) -> Iterator[str]:
-    """The names that one element of a syntax tree binds by itself."""
+    """The names that one node of a syntax tree binds, without its children."""
     if isinstance(element, ast.Name) and isinstance(element.ctx, ast.Store | ast.Del):
         yield element.id
     elif isinstance(element, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -30,7 +33,7 @@ def imported_names(tree: ast.Module) -> set[str]:
 
 
 def local_names(scope: ast.Module | ast.FunctionDef) -> set[str]:
-    """The names bound in one scope; those inside functions that it defines do not count.
+    """The names bound in one scope, without those bound inside functions and classes in it.
 
     Variables of comprehensions and lambdas count as if they were the scope's own.
     """

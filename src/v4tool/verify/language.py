@@ -1,9 +1,9 @@
-"""The language of `.vt` files, read without running them (the published rules of vt-lang).
+"""Parser and static checks of `.vt` files (the published rules of vt-lang); nothing is executed.
 
-A `.vt` file is plain Python. A function under `@vt.NodeChecker(weights, outputs, templates)` is a
-node: inside it only the operators below may appear. `read_description` parses a file and refuses,
-with file, line and node, whatever breaks a rule that can be seen statically. Left out: running it
-(`runtime`), and shapes.
+A `.vt` file is Python. A function decorated with `@vt.NodeChecker(weights, outputs, templates)` is
+a node, and only the operators listed below may appear in its body. `read_description` parses a file
+and raises VtError, with file, line and node, for the first rule that is broken. Left out: running
+it (`runtime`), and shapes.
 """
 
 import ast
@@ -46,11 +46,11 @@ PLACEHOLDER = re.compile(r"\{(\w*)[^{}]*\}")
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """One node as its file declares it.
+    """The declaration of one node.
 
-    weights: local name -> checkpoint key; outputs: key (or None) of each returned value; templates:
-    names that appear as `{name}` in keys; parameters: of the function, in order; line: of the
-    function.
+    line: of the function. weights: local name -> checkpoint key. outputs: key of each returned
+    value, None for an unkeyed one. templates: names that appear as `{name}` in keys. parameters: of
+    the function, in order. doc: its docstring.
     """
 
     name: str
@@ -63,25 +63,25 @@ class NodeSpec:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The output keys, without the values that have none."""
+        """The output keys, without the unkeyed values."""
         return tuple(key for key in self.outputs if key is not None)
 
 
 @dataclass(frozen=True)
 class Description:
-    """A `.vt` file that keeps the rules: its path, source and nodes."""
+    """A valid `.vt` file: its path, source and nodes by name."""
 
     path: Path
     source: str
     nodes: dict[str, NodeSpec]
 
     def error(self, node: NodeSpec, problem: str) -> VtError:
-        """A broken rule of one node, in one line."""
+        """A VtError about one node, in one line, to be raised by the caller."""
         return VtError(f"{self.path.name}:{node.line}: node {node.name}: {problem}")
 
 
 def read_description(path: Path | str) -> Description:
-    """Parse a `.vt` file and hold it against the rules. VtError names file, line and node."""
+    """Parse a `.vt` file and check it; VtError names file, line and node."""
     path = Path(path)
     try:
         source = path.read_text(encoding="utf-8")
@@ -109,7 +109,7 @@ def _parsed(path: Path, source: str) -> Description:
 
 
 class _Rules:
-    """What can be told of one file: its names, its nodes, and every rule as a method."""
+    """The names and nodes of one file, and the static rules about declarations as methods."""
 
     def __init__(self, path: Path, tree: ast.Module) -> None:
         self.path = path
@@ -197,7 +197,7 @@ class _Rules:
             )
 
     def check(self, spec: NodeSpec, function: ast.FunctionDef, nodes: dict[str, NodeSpec]) -> None:
-        """Every static rule for one node; VtError at the first that is broken."""
+        """Check every static rule for one node; VtError for the first that is broken."""
         self._check_templates(spec, function)
         self._check_weight_names(spec, function)
         _Body(self, spec, function, nodes).check()
@@ -224,7 +224,7 @@ class _Rules:
 
 
 class _Body:
-    """The statements of one node, held against the operator subset."""
+    """Checks the statements of one node against the permitted operators."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class _Body:
         return self.rules._fail(self.spec.name, place, problem)
 
     def check(self) -> None:
-        """Walk the body; calls are looked at before the names and attributes they consist of."""
+        """Walk the body; calls are checked before the names and attributes in them."""
         elements = [e for statement in self.function.body for e in ast.walk(statement)]
         for element in elements:
             if isinstance(element, FORBIDDEN_STATEMENTS):

@@ -1,7 +1,7 @@
-"""The nodes of a description: what each declares, and which keys of a recording are its outputs.
+"""Lists the nodes of a description and assigns each key of a recording to the node that outputs it.
 
-Nothing is run. A key belongs to the node whose output pattern leaves least of it to placeholders,
-if the checkpoint has the weights that the node would then load.
+Nothing is run: keys are matched with the nodes' output patterns. Of several matching nodes whose
+weights the checkpoint has, the one with the fewest characters in placeholders is chosen.
 """
 
 import re
@@ -14,13 +14,17 @@ from v4tool.verify.language import PLACEHOLDER, NodeSpec, read_description
 from v4tool.verify.tensors import OWN_DESCRIPTION, is_input
 
 LEADING = r"mtp\.\d+\.\w+\.|(?:decode\.\d+\.)?(?:layers\.\d+\.)?"
-"""What a placeholder at the front of a key stands for: a pass and a block."""
+"""Regular expression of a placeholder at the start of a key: a pass and a block."""
 VALUES = {"layer": r"\d+", "expert": r"\d+|<E>", "phase": r"\w+"}
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """One node of a description: what it declares, and how many of the given keys it judges."""
+    """One node of a description.
+
+    summary: first line of its docstring. weights, outputs: key patterns. keys: number of the given
+    keys that it outputs; example: one of these.
+    """
 
     name: str
     summary: str
@@ -37,16 +41,16 @@ def list_nodes(
     keys: Iterable[str] = (),
     weights: Container[str] = (),
 ) -> tuple[list[NodeInfo], list[str]]:
-    """The nodes in the file's order, and the keys that no node judges.
+    """The nodes in the file's order, and the keys that no node outputs (token ids are inputs).
 
-    keys: of a recording, or as `names.recording_keys` predicts them (experts as `<E>`). weights:
-    the checkpoint's tensor names (`checkpoint.layout.layout`).
+    keys: of a recording, or those of `names.recording_keys` (experts as `<E>`). weights: the
+    checkpoint's tensor names (`checkpoint.layout.layout`). VtError if the file breaks a rule.
     """
     nodes = list(read_description(vt_file or OWN_DESCRIPTION).nodes.values())
     found: dict[str, list[str]] = {spec.name: [] for spec in nodes}
     left = []
     for key in keys:
-        owner = _owner(key, nodes, weights)
+        owner = owner_of(key, nodes, weights)
         if owner is not None:
             found[owner].append(key)
         elif not is_input(key):
@@ -67,8 +71,8 @@ def _info(spec: NodeSpec, keys: list[str]) -> NodeInfo:
     )
 
 
-def _owner(key: str, nodes: Iterable[NodeSpec], weights: Container[str]) -> str | None:
-    """The node that a key is an output of: least left to placeholders, then most weights."""
+def owner_of(key: str, nodes: Iterable[NodeSpec], weights: Container[str]) -> str | None:
+    """The node that outputs a key: fewest characters in placeholders, then most weights."""
     candidates = [
         (sum(map(len, values.values())), -len(spec.weights), place, spec.name)
         for place, spec in enumerate(nodes)
@@ -80,7 +84,7 @@ def _owner(key: str, nodes: Iterable[NodeSpec], weights: Container[str]) -> str 
 
 
 def _bind(output: str, key: str) -> dict[str, str] | None:
-    """The templates' values if the key is of this form."""
+    """The values of an output pattern's placeholders in a key; None if it does not match."""
     pattern, last = "", 0
     for place in PLACEHOLDER.finditer(output):
         pattern += re.escape(output[last : place.start()])

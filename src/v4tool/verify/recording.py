@@ -1,6 +1,7 @@
-"""Verifies one recording: what is asked for, the run, coverage and verdict put together.
+"""Verifies one recording: resolves the options, runs the passes, assembles a `VerifyResult`.
 
-Left out: running nodes (`runtime`, `passes`), comparing (`compare`), blame (`verdict`).
+Left out: running nodes (`runtime`, `passes`), comparing (`compare`), fault localisation
+(`verdict`).
 """
 
 import re
@@ -28,13 +29,13 @@ from v4tool.verify.tensors import OWN_DESCRIPTION, RecordedTensors, decode_steps
 from v4tool.verify.verdict import first_wrong
 
 SELECTED = frozenset({"only", "layers", "mtp"})
-"""Metadata of a recording that says that it holds a part only."""
-BEHIND_THE_LAYERS = re.compile(r"(decode\.\d+\.)?(norm|head)\.out|mtp\.")
+"""Metadata fields of a recording that holds only part of the keys."""
+AFTER_THE_LAYERS = re.compile(r"(decode\.\d+\.)?(norm|head)\.out|mtp\.")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What `verify_file` was asked for; see there."""
+    """The options of `verify_file`; own: the description is `OWN_DESCRIPTION`."""
 
     chained: bool
     node: str | None
@@ -44,7 +45,12 @@ class Request:
     own: bool
 
     def refuse(self, description: Description, config: ModelConfig, jobs: int) -> None:
-        """InputError, or VtError, for what there is not."""
+        """Raise InputError for an unknown node or layer, VtError for a file without prefill.
+
+        UnsupportedError where our own description is not one of the checkpoint's architecture.
+        """
+        if self.own:
+            config.architecture.require("verify")
         if self.node is not None and self.node not in description.nodes:
             names = ", ".join(description.nodes)
             raise InputError(f"--node: expected one of {names}, found {self.node}")
@@ -59,11 +65,11 @@ class Request:
 
     @property
     def restricted(self) -> bool:
-        """Whether only a part is reported."""
+        """Whether only one node or layer is reported."""
         return self.node is not None or self.layer is not None
 
     def wants(self, result: NodeResult) -> bool:
-        """Whether a node is reported."""
+        """Whether a node's result is reported."""
         in_layer = self.layer is None or layer_of(f"{result.block}.") == self.layer
         return in_layer and self.node in (None, result.kind)
 
@@ -87,15 +93,16 @@ def verify_file(
 ) -> VerifyResult:
     """Verify a recording against a description of the model and a checkpoint.
 
-    chained: values flow from the ids alone, instead of each node starting from recorded inputs.
-    node, layer: report only these. jobs: processes over layers (one for chained and fail-fast
-    runs). vt_file: somebody's own description, which is executed. partial: keys may be absent
-    (understood where the recording's metadata says so). exact: bits must be equal (default: for the
-    own description and recordings accumulated in binary64); otherwise atol and rtol decide.
-    fail_fast: end with the first layer that fails. progress: told after each layer.
+    chained: nodes get computed values, from the token ids on; default: each node gets recorded
+    inputs. node, layer: report only these. jobs: number of processes that divide the layers (one
+    for chained and fail-fast runs). threads: of torch, in each process. vt_file: a user's
+    description, which is executed; default: `model.vt`. partial: keys may be absent (implied by the
+    recording's metadata). exact: BF16 bits must be equal (default: True with `model.vt` and a
+    recording accumulated in binary64); otherwise atol and rtol decide. fail_fast: end with the
+    first layer that fails. progress: called after each outermost node.
 
-    Raises CheckpointError, RecordingError, VtError, InputError for what cannot be used at all;
-    everything that is wrong in the recording is in the result.
+    Raises CheckpointError, RecordingError, VtError or InputError for files and options that cannot
+    be used; defects of the recording's data are in the result.
     """
     started = time.perf_counter()
     description = read_description(vt_file or OWN_DESCRIPTION)
@@ -115,7 +122,7 @@ def verify_file(
 def _rule(
     recording: RecordedTensors, atol: float, rtol: float, exact: bool | None, *, own: bool
 ) -> Rule:
-    """Exact by default where nothing is free (SPEC 4): binary64 and the own description."""
+    """The comparison rule; exact by default for binary64 (SPEC 4) and the own description."""
     binary64 = recording.metadata.get("accumulate", "float64") == "float64"
     exact = own and binary64 if exact is None else exact
     return Rule(atol, rtol, exact=exact, float32=own and not binary64)
@@ -158,7 +165,7 @@ def _job(
 
 
 def _tokens(recording: RecordedTensors) -> int:
-    """Length of the prompt, 0 where the recording does not hold its ids."""
+    """Length of the prompt; 0 if the recording has no `input_ids` of shape [1, tokens]."""
     if "input_ids" not in recording:
         return 0
     shape = recording.specs["input_ids"][1]
@@ -166,16 +173,16 @@ def _tokens(recording: RecordedTensors) -> int:
 
 
 def _known(config: ModelConfig, tokens: int, decode: int) -> frozenset[str]:
-    """Every generic key that a recording of this length may have."""
+    """Every key, with experts as `<E>`, that a recording of this length may have."""
     keys = recording_keys(config, max(tokens, 1), decode, mtp=config.mtp_supported)
     return frozenset(keys)
 
 
 def _last_layer(config: ModelConfig, keys: Iterable[str], request: Request) -> int | None:
-    """The last main layer that has to run, None for the whole model."""
+    """The last main layer that has to run; None for the whole model, -1 for no layer."""
     if request.layer is not None:
         return request.layer
-    if not request.partial or any(BEHIND_THE_LAYERS.match(key) for key in keys):
+    if not request.partial or any(AFTER_THE_LAYERS.match(key) for key in keys):
         return None
     return max((n for n in map(layer_of, keys) if n is not None), default=-1)
 
@@ -213,7 +220,7 @@ def _result(
 def _verdict(
     request: Request, every: tuple[NodeResult, ...], nodes: tuple[NodeResult, ...], rule: Rule
 ) -> Verdict | None:
-    """The first wrong operator of what is reported, with all of the run as evidence."""
+    """The first wrong operator among the reported nodes, located with the results of all nodes."""
     if not any(node.fails for node in nodes):
         return None
     found = first_wrong(every, rule)

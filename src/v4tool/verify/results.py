@@ -1,7 +1,7 @@
-"""What verifying finds, as plain data: comparisons, nodes, coverage, verdict.
+"""Dataclasses of a verification's results: comparisons, node results, coverage, verdict.
 
-Everything here can be pickled, compared and written as JSON. Left out: how it is computed
-(`compare`, `runtime`, `verdict`) and how it is shown (`report`).
+All of them can be pickled, compared and written as JSON. Left out: how they are computed
+(`compare`, `runtime`, `coverage`, `verdict`) and how they are shown (`report`).
 """
 
 import math
@@ -38,12 +38,15 @@ STATUS_MEANING: Mapping[str, str] = {
 }
 
 Order = tuple[int, int, int]
-"""Place in the execution: pass, ordinal of the outermost node, ordinal of completion inside."""
+"""Position in the execution: pass, index of the outermost node, index of completion inside it."""
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The element that is farthest off: where it is, and both values."""
+    """The element with the largest difference.
+
+    index: in the tensor; where: the same by name of the dimension (token, channel, ...).
+    """
 
     index: tuple[int, ...]
     where: dict[str, int]
@@ -53,14 +56,15 @@ class Worst:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One recorded key held against what its node gives.
+    """Comparison of one recorded key with its node's output.
 
     kind: bf16 (values are BF16), acc (kept in the accumulation dtype) or int. count, bits_equal:
-    elements, and those equal bit for bit. max_rel: relative to the recorded value. ulps: largest
-    distance in units of the last place, of BF16 for kind bf16, of FP32 for acc. cosine: of the two
-    tensors taken as vectors. share_outside: of elements that the rule does not admit.
-    least_tolerance: the least atol = rtol under which allclose passes. per_token: for a failing
-    key, the largest relative error of each token (row, block), 0 where all is right.
+    number of elements, and of those with equal bits. max_rel: largest difference relative to the
+    recorded value. ulps: largest difference in units in the last place, of BF16 for kind bf16, of
+    FP32 for acc. cosine: cosine similarity of the flattened tensors. share_outside: share of
+    elements that break the rule. least_tolerance: the least atol = rtol under which allclose
+    passes. axis: name of the dimension of per_token. per_token: for a failing key, the largest
+    error of each token (row, block), relative to the key's largest value; 0 where all is right.
     """
 
     key: str
@@ -87,18 +91,18 @@ class Comparison:
 
     @property
     def judged(self) -> bool:
-        """Whether the key was compared at all."""
+        """Whether the key was compared."""
         return self.status in PASSING or self.status in FAILING
 
     @property
     def wrong_from_start(self) -> bool:
-        """Whether the first token of the pass is wrong already."""
+        """Whether the first token of the pass is wrong."""
         return self.fails and (not self.per_token or self.per_token[0] > 0)
 
 
 @dataclass(frozen=True)
 class ValueRef:
-    """One value that a node gave: the node's order and the position in its outputs."""
+    """One returned value of a node: the node's order and the position in its outputs."""
 
     order: Order
     position: int
@@ -108,10 +112,11 @@ class ValueRef:
 class NodeResult:
     """One run of one node.
 
-    label: the node's kind with what tells its uses apart, `q_linear[attn.wq_a]`; block: where its
-    keys lie (`layers.3`, `mtp.0.prefill`, ...); composite: it called other nodes. unkeyed_inputs:
-    inputs that no key judges; unkeyed_outputs: positions of such outputs. judges: values of inner
-    nodes, without keys of their own, that this node's comparisons are about, by comparison.
+    kind: the node's name. label: the name with the template values that distinguish its uses,
+    `q_linear[attn.wq_a]`. block: pass and block of its keys (`layers.3`, `mtp.0.prefill`, ...).
+    line: in the `.vt` file. composite: it called other nodes. unkeyed_inputs: inputs that are
+    recorded under no key; unkeyed_outputs: positions of such outputs. judges: for each comparison
+    the unkeyed value of an inner node that was compared, if it was one. seconds: time of the run.
     """
 
     order: Order
@@ -133,7 +138,7 @@ class NodeResult:
 
     @property
     def place(self) -> str:
-        """`hc_post in layers.0`: what a person calls it."""
+        """Label and block for messages: `hc_post in layers.0`."""
         return f"{self.label} in {self.block}" if self.block else self.label
 
 
@@ -141,10 +146,10 @@ class NodeResult:
 class Verdict:
     """The first wrong operator.
 
-    operator, kind, block: the node; key: the first key that shows it; status, rule: how that key
-    was judged. because: why this node and not the one that computes the key, where they differ.
-    suspects: nodes in front of it that have no key of their own and no second witness, so that they
-    may be at fault instead.
+    operator, kind, block: label, name and block of the node. key: the first key with an error;
+    status, rule: of its comparison. because: why this node and not the one that outputs the key, if
+    they differ. suspects: labels of nodes before it whose unkeyed value only it uses, so that the
+    error may be theirs.
     """
 
     operator: str
@@ -173,11 +178,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which recorded keys some node compared.
+    """Number of recorded and of compared keys, and the names of keys that were not compared.
 
-    recorded: keys to compare (the ids are inputs); compared; uncovered: recorded, but no node's
-    output; missing: a node's output, but not recorded; not_judged: allowed to be absent (partial)
-    or unreachable.
+    recorded: without the token ids, which are inputs. uncovered: recorded, but no node's output.
+    missing: a node's output, but not recorded. not_judged: absent from a partial recording, or not
+    computed because a node before it failed.
     """
 
     recorded: int = 0
@@ -194,11 +199,11 @@ class Coverage:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """All that one recording's verification found.
+    """The result of verifying one recording.
 
+    exact: BF16 bits had to be equal. tokens, decode: length of the prompt, number of decode steps.
     nodes: in order of completion. restricted: only some nodes or layers were asked for, so coverage
-    is not judged. stopped: ended at the first failure. seconds, jobs: how long and with how many
-    processes.
+    gives no findings. stopped: ended at the first failure. jobs: number of processes.
     """
 
     recording: str
@@ -220,7 +225,7 @@ class VerifyResult:
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
-        """Every comparison, in order of execution."""
+        """All comparisons, in order of execution."""
         return tuple(c for node in self.nodes for c in node.comparisons)
 
     @property
@@ -234,7 +239,7 @@ class VerifyResult:
         return not self.failures and not any(f.severity == "error" for f in self.findings)
 
     def evidence(self) -> dict[str, Any]:
-        """The figures for the manifest: checks passed, keys compared, bit-equal share, time."""
+        """Figures for the manifest: checks passed, keys compared, share of equal bits, time."""
         judged = [c for c in self.comparisons if c.judged]
         bf16 = [c for c in judged if c.kind == "bf16"]
         elements = sum(c.count for c in bf16)
@@ -256,7 +261,7 @@ class VerifyResult:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole result as plain data for JSON; what is not finite becomes null."""
+        """The result as plain data for JSON; NaN and infinities become null."""
         data = asdict(self)
         data["passed"] = self.passed
         data["evidence"] = self.evidence()
@@ -265,7 +270,7 @@ class VerifyResult:
 
 
 def finite(value: Any) -> Any:
-    """Nested data with None in place of numbers that JSON does not know."""
+    """Nested data with None in place of NaN and infinities, which JSON has no form for."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -276,7 +281,7 @@ def finite(value: Any) -> Any:
 
 
 def counted(nodes: Iterable[NodeResult]) -> dict[str, int]:
-    """How many comparisons have each status."""
+    """Number of comparisons by status."""
     counts: dict[str, int] = {}
     for node in nodes:
         for comparison in node.comparisons:

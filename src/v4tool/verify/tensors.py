@@ -1,4 +1,4 @@
-"""Where a `.vt` file's tensors come from: weights as safetensors gives them, recorded values."""
+"""Loads the tensors of a `.vt` run: weights from the checkpoint, recorded values from the file."""
 
 import re
 from collections.abc import Iterable
@@ -14,29 +14,29 @@ from v4tool.record.reader import Recording
 
 OWN_DESCRIPTION = Path(__file__).with_name("model.vt")
 INPUT = re.compile(r"(decode\.\d+\.)?input_ids")
-RAW_CODES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8}
+RAW_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8}
 
 
 class Weights(Protocol):
-    """Gives a weight by its checkpoint key; KeyError where there is none."""
+    """Returns a weight by its checkpoint key; KeyError if there is none."""
 
     def __call__(self, key: str) -> Tensor: ...
 
 
 class RecordedTensors:
-    """A recording's tensors, each a copy; the file is mapped anew every `AT_ONCE` bytes.
+    """Reads tensors of a recording, each as a copy, with bounded resident memory.
 
-    What is mapped and was touched counts as resident until it is let go: of a file of 5 GiB that
-    would be all of it.
+    The file is memory-mapped by safetensors; pages that were read stay resident until the mapping
+    is closed. It is therefore mapped again after every `REMAP_BYTES` read.
     """
 
-    AT_ONCE = 1 << 28
+    REMAP_BYTES = 1 << 28
 
     def __init__(self, path: Path) -> None:
         with Recording.open(path) as recording:
             self.metadata, self.specs = recording.metadata, recording.specs
         self.path = path
-        self._taken = 0
+        self._bytes_read = 0
         self._file: Any = safe_open(str(path), framework="pt")
 
     def __contains__(self, key: object) -> bool:
@@ -46,16 +46,16 @@ class RecordedTensors:
         """One tensor; KeyError if the recording has no such key."""
         if key not in self.specs:
             raise KeyError(key)
-        if self._taken > self.AT_ONCE:
-            self._taken = 0
+        if self._bytes_read > self.REMAP_BYTES:
+            self._bytes_read = 0
             self._file = safe_open(str(self.path), framework="pt")
         value: Tensor = self._file.get_tensor(key).clone()
-        self._taken += value.nbytes
+        self._bytes_read += value.nbytes
         return value
 
 
 class CheckpointWeights:
-    """Weights of an open checkpoint, each in the dtype that safetensors would give it."""
+    """Weights of an open checkpoint, each in the dtype that `safetensors` would return."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -64,7 +64,7 @@ class CheckpointWeights:
         if key not in self.checkpoint:
             raise KeyError(key)
         value = self.checkpoint.read(key)
-        dtype = RAW_CODES.get(self.checkpoint.specs[key].dtype)
+        dtype = RAW_DTYPES.get(self.checkpoint.specs[key].dtype)
         return value.view(dtype) if dtype is not None and value.dtype == torch.uint8 else value
 
 
@@ -74,6 +74,6 @@ def is_input(key: str) -> bool:
 
 
 def decode_steps(keys: Iterable[str]) -> int:
-    """How many decode steps of the main stack a recording has: the last one's number + 1."""
+    """Number of decode steps of the main stack in a recording: its highest step number + 1."""
     numbers = [k.split(".")[1] for k in keys if k.startswith("decode.")]
     return 1 + max((int(n) for n in numbers if n.isdigit()), default=-1)

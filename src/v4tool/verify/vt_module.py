@@ -1,4 +1,4 @@
-"""What a `.vt` file finds around it: the module `vt_lang`, environment variables, no gradients."""
+"""Execution environment of a `.vt` file: the module `vt_lang`, environment variables, `no_grad`."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from v4tool.verify.language import Description
 
 
 def vt_lang(contents: Mapping[str, Callable[..., Any]]) -> types.ModuleType:
-    """The module that `import vt_lang` gives."""
+    """A module `vt_lang` with these functions, for `import vt_lang` in a `.vt` file."""
     module = types.ModuleType("vt_lang")
     module.__dict__.update(contents)
     return module
@@ -22,7 +22,9 @@ def vt_lang(contents: Mapping[str, Callable[..., Any]]) -> types.ModuleType:
 
 @contextmanager
 def surroundings(module: types.ModuleType, environment: Mapping[str, str]) -> Iterator[None]:
-    """vt_lang importable, the variables set, torch's threads as asked for; all put back after."""
+    """Context with `vt_lang` importable, the environment variables and torch's number of threads
+    (`VT_NUM_THREADS`, default 1) set, and gradients off; the former state is restored at its end.
+    """
     own, threads = sys.modules.get("vt_lang"), torch.get_num_threads()
     before = {name: os.environ.get(name) for name in environment}
     sys.modules["vt_lang"] = module
@@ -43,7 +45,7 @@ def surroundings(module: types.ModuleType, environment: Mapping[str, str]) -> It
 
 
 def execute(description: Description) -> dict[str, Any]:
-    """The names that the file's top level binds. VtError, in one line, where it fails."""
+    """Execute the file's top level and return its namespace; VtError, in one line, if it raises."""
     code = compile(description.source, str(description.path), "exec")
     namespace: dict[str, Any] = {
         "__name__": "vt_description",
@@ -60,6 +62,6 @@ def execute(description: Description) -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception in one line."""
+    """Type and message of an exception in one line, at most 200 characters of message."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"
