@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, NonNegativeInt, PositiveInt
+from pydantic import BaseModel
 
-from v4tool.config_fields import wrong
+from v4tool.config_fields import Size, SizeOrNone, wrong
 
 if TYPE_CHECKING:
     from v4tool.config import ModelConfig
@@ -24,10 +24,10 @@ DSPARK_NAMES = {
 class DSparkFields(BaseModel):
     """What a configuration says of its DSpark head: B tokens a step, T target layers, rank R."""
 
-    dspark_block_size: PositiveInt
-    dspark_noise_token_id: NonNegativeInt
-    dspark_target_layer_ids: tuple[NonNegativeInt, ...]
-    dspark_markov_rank: PositiveInt
+    dspark_block_size: Size
+    dspark_noise_token_id: SizeOrNone
+    dspark_target_layer_ids: tuple[SizeOrNone, ...]
+    dspark_markov_rank: Size
 
 
 def check_targets(c: "ModelConfig") -> list[str]:

@@ -2,8 +2,6 @@
 
 from typing import Any, ClassVar
 
-from pydantic import NonNegativeInt, PositiveInt
-
 from v4tool.architecture import V4, Architecture
 from v4tool.config import ModelConfig
 from v4tool.config_fields import (
@@ -12,6 +10,8 @@ from v4tool.config_fields import (
     KV_BLOCK,
     RATIOS,
     Check,
+    Size,
+    SizeOrNone,
     check_heads,
     check_index_heads,
     check_multiples,
@@ -87,8 +87,8 @@ class V4Config(ModelConfig):
         "torch_dtype": "bfloat16",
     }
 
-    n_hash_layers: NonNegativeInt
-    max_seq_len: PositiveInt
+    n_hash_layers: SizeOrNone
+    max_seq_len: Size
 
     def is_hash(self, layer: int) -> bool:
         """Whether the block routes by token id (`ffn.gate.tid2eid`) rather than by score."""

@@ -7,14 +7,14 @@ inference code with short names. Left out: the image part, which is ignored.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import NonNegativeInt, PositiveInt
-
 from v4tool.architecture import V41, Architecture
 from v4tool.config import ModelConfig
 from v4tool.config_dspark import DSPARK_NAMES, DSparkFields, check_draft_ratios, check_targets
 from v4tool.config_fields import (
     RELEASE_NAMES,
     Check,
+    Size,
+    SizeOrNone,
     check_heads,
     check_index_heads,
     check_multiples,
@@ -27,6 +27,8 @@ BLOCK = 32
 """Rows and columns under one scale of an FP8 weight, and elements of an activation (SPEC41 3)."""
 E4M3_GROUP = 16
 """Elements of a compressed row under one E4M3 scale (SPEC41 3)."""
+MAX_COLUMNS = 1024
+"""Columns of an Engram table (the release has 24); each has a prime to be searched for."""
 
 _ENGRAM = (
     "engram_layer_ids",
@@ -136,6 +138,9 @@ def _check_engram(c: "V41Config") -> list[str]:
         return out
     if c.engram_max_ngram_size < 2:
         return [wrong(c, "engram_max_ngram_size", "at least 2", c.engram_max_ngram_size)]
+    if c.engram_columns * max(1, len(ids)) > MAX_COLUMNS:
+        expected = f"at most {MAX_COLUMNS} columns in all layers (n-gram sizes times heads)"
+        return [wrong(c, "engram_n_heads", expected, c.engram_n_heads)]
     if c.engram_pad_token_id >= c.vocab_size:
         expected = f"a token id below vocab_size {c.vocab_size}"
         return [wrong(c, "engram_pad_token_id", expected, c.engram_pad_token_id)]
@@ -186,21 +191,21 @@ class V41Config(ModelConfig, DSparkFields):
         _check_draft_experts,
     )
 
-    kv_source_layer_ids: tuple[NonNegativeInt, ...]
-    index_source_layer_ids: tuple[NonNegativeInt, ...]
+    kv_source_layer_ids: tuple[SizeOrNone, ...]
+    index_source_layer_ids: tuple[SizeOrNone, ...]
     candidate_source_layer_id: int
-    candidate_topk_blocks: PositiveInt
-    candidate_block_size: PositiveInt
-    engram_layer_ids: tuple[NonNegativeInt, ...]
-    engram_num_embeddings: tuple[PositiveInt, ...]
-    engram_max_ngram_size: PositiveInt
-    engram_vocab_size: PositiveInt
-    engram_n_heads: PositiveInt
-    engram_head_dim: PositiveInt
-    engram_pad_token_id: NonNegativeInt
-    engram_compressed_vocab_size: PositiveInt
-    dspark_n_routed_experts: PositiveInt
-    dspark_n_activated_experts: PositiveInt
+    candidate_topk_blocks: Size
+    candidate_block_size: Size
+    engram_layer_ids: tuple[SizeOrNone, ...]
+    engram_num_embeddings: tuple[Size, ...]
+    engram_max_ngram_size: Size
+    engram_vocab_size: Size
+    engram_n_heads: Size
+    engram_head_dim: Size
+    engram_pad_token_id: SizeOrNone
+    engram_compressed_vocab_size: Size
+    dspark_n_routed_experts: Size
+    dspark_n_activated_experts: Size
 
     @classmethod
     def unnested(cls, d: dict[str, Any]) -> dict[str, Any]:

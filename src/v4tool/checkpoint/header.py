@@ -8,12 +8,12 @@ rest. Left out: what the tensors should be (`inspection.py`) and reading them (`
 import hashlib
 import json
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from v4tool.errors import CheckpointError
 from v4tool.file_kinds import PEEK, not_safetensors
+from v4tool.untrusted import element_count, parse_json, shortened
 
 DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -94,8 +94,8 @@ def _raw_header(path: Path) -> tuple[bytes, int]:
 
 def _parse(text: bytes) -> dict[str, Any]:
     try:
-        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        parsed = parse_json(text.decode("utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError):
         raise ValueError("its header is not JSON") from None
     if not isinstance(parsed, dict):
         raise ValueError("its header is not a JSON object")
@@ -103,36 +103,30 @@ def _parse(text: bytes) -> dict[str, Any]:
     return parsed
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` for JSON: a dict, or ValueError when a key comes twice."""
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        names = [key for key, _ in pairs]
-        twice = next(key for key in out if names.count(key) > 1)
-        raise ValueError(f"duplicate key {twice}")
-    return out
-
-
 def _entries(parsed: dict[str, Any], payload: int) -> dict[str, Entry]:
     odd = [name for name in parsed if not name.isprintable()]
     if odd:
-        raise ValueError(f"unprintable tensor name {odd[0]!a}")
+        raise ValueError(f"unprintable tensor name {shortened(ascii(odd[0]))}")
     return {name: _entry(name, value, payload) for name, value in parsed.items()}
 
 
 def _entry(name: str, value: Any, payload: int) -> Entry:
     """One entry; `payload` is where the payload begins in the file."""
-    fields = value if isinstance(value, dict) else {}
+    fields, name = value if isinstance(value, dict) else {}, shortened(name)
     dtype, shape, offsets = (fields.get(k) for k in ("dtype", "shape", "data_offsets"))
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
         raise ValueError(f"tensor {name}: its entry lacks a shape or a byte range")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise ValueError(f"tensor {name}: unknown dtype {dtype}")
-    bits, found = prod(shape) * DTYPE_BITS[dtype], offsets[1] - offsets[0]
+        raise ValueError(f"tensor {name}: unknown dtype {shortened(str(dtype))}")
+    shown, found = f"{dtype} {shortened(str(shape))}", offsets[1] - offsets[0]
+    try:
+        bits = element_count(shape) * DTYPE_BITS[dtype]
+    except ValueError as error:
+        raise ValueError(f"tensor {name}: {shown} has {error}") from None
     if bits % 8:
-        raise ValueError(f"tensor {name}: {dtype} {shape} takes {bits} bits, not whole bytes")
+        raise ValueError(f"tensor {name}: {shown} takes {bits} bits, not whole bytes")
     if (nbytes := bits // 8) != found:
-        raise ValueError(f"tensor {name}: {dtype} {shape} takes {nbytes} bytes, its range {found}")
+        raise ValueError(f"tensor {name}: {shown} takes {nbytes} bytes, its range {found}")
     return Entry(dtype, tuple(shape), payload + offsets[0], payload + offsets[1])
 
 

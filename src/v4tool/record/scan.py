@@ -9,8 +9,6 @@ decoded tensors (`reader`).
 """
 
 import hashlib
-import json
-import math
 import os
 import queue
 import threading
@@ -23,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from v4tool.errors import Finding, RecordingError
+from v4tool.untrusted import element_count, kind_of, parse_json, shortened
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -85,6 +84,8 @@ class Header:
 def read_header(path: Path | str) -> Header:
     """Read and judge a file's header; RecordingError only where there is no file to be read."""
     path = Path(path)
+    if kind_of(path) == "a pipe or device":
+        raise RecordingError(f"{path}: expected a file, found a pipe or device")
     try:
         with path.open("rb") as file:
             header = Header(path, os.fstat(file.fileno()).st_size)
@@ -123,8 +124,8 @@ def _parse(header: Header, text: bytes) -> None:
         return out
 
     try:
-        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (UnicodeDecodeError, ValueError, RecursionError):
+        parsed = parse_json(text.decode("utf-8"), unique)
+    except ValueError:
         header.report("header", "header is JSON", "a JSON object padded with spaces", "other text")
         return
     if not isinstance(parsed, dict):
@@ -154,11 +155,16 @@ def _entry(header: Header, key: str, value: object) -> Entry | None:
         header.report(key, "header entry", "shape and data_offsets", "none or senseless ones")
         return None
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        header.report(key, "dtype known", "a dtype of the format", f"{dtype}")
+        header.report(key, "dtype known", "a dtype of the format", shortened(str(dtype)))
         return None
-    needed, given = math.prod(shape) * ITEM_BYTES[dtype], offsets[1] - offsets[0]
+    shown, given = f"{dtype} {shortened(str(shape))}", offsets[1] - offsets[0]
+    try:
+        needed = element_count(shape) * ITEM_BYTES[dtype]
+    except ValueError as error:
+        header.report(key, "byte range", "a size that fits a file", f"{error} for {shown}")
+        return None
     if needed != given:
-        header.report(key, "byte range", f"{needed} bytes for {dtype} {shape}", f"{given} bytes")
+        header.report(key, "byte range", f"{needed} bytes for {shown}", f"{given} bytes")
         return None
     start = header.payload
     return Entry(key, dtype, tuple(shape), start + offsets[0], start + offsets[1])
