@@ -81,6 +81,22 @@ BOTH_REFUSE = [
         ["a: byte range: expected 12 bytes for F32 [3], found 8 bytes"],
     ),
     (
+        "dimensions whose product has more digits than Python prints",
+        text(f32("a", 0, 8, *[2**61] * 300)),
+        0,
+        f"tensor a: F32 {[2**61] * 300} takes 2^64 or more bytes, its range 8",
+        [f"a: byte range: expected 2^64 or more bytes for F32 {[2**61] * 300}, found 8 bytes"],
+    ),
+    (
+        "a number with more digits than Python reads",
+        text(A.replace("[2]", f"[{'9' * 4400}]")),
+        0,
+        "its header is not JSON",
+        [
+            "header: header is JSON: expected a JSON object padded with spaces, found other text",
+        ],
+    ),
+    (
         "a gap",
         text(A, f32("b", 12, 16, 1)),
         16,

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from v4tool.checkpoint.header import Entry, Header, read_header, unique_keys
+from v4tool.checkpoint.header import Header, read_header
 from v4tool.errors import CheckpointError, printable
 from v4tool.file_kinds import json_text
+from v4tool.safetensors_header import Entry, first_duplicate
 
 INDEX = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors", re.ASCII)
@@ -123,6 +124,13 @@ def _read_index(path: Path) -> tuple[dict[str, str], Any]:
         )
     metadata = raw.get("metadata")
     return weight_map, metadata.get("total_size") if isinstance(metadata, dict) else None
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` for JSON: a dict, or ValueError when a key comes twice."""
+    if (key := first_duplicate(pairs)) is not None:
+        raise ValueError(f"duplicate key {key}")
+    return dict(pairs)
 
 
 def _plain_name(name: Any) -> bool:
