@@ -14,6 +14,7 @@ from tests.conftest import GOLDEN_MINI
 from tests.recordings import entry_of
 from v4tool.config import ModelConfig
 from v4tool.record.manifest import change
+from v4tool.selftest import PAYLOAD
 
 CKPT = GOLDEN_MINI / "ckpt"
 LEN6 = GOLDEN_MINI / "len6.safetensors"
@@ -158,3 +159,11 @@ def test_the_port_checks_itself(cli: Cli) -> None:
     rows = {row["name"]: row["status"] for row in json.loads(ran.out)}
     assert ran.status == 0, rows
     assert {"structure", "weights"} <= rows.keys()
+    assert rows["payload hash"] == "ok"
+
+
+def test_the_port_check_shows_both_payload_hashes(cli: Cli) -> None:
+    """In the table too, whole: what a user copies into a report."""
+    ran = cli("check", "--port", "--quick", "--layer", 0, "--ckpt", CKPT, "--quiet")
+    (line,) = (line for line in ran.out.splitlines() if line.startswith("payload hash"))
+    assert line.count(PAYLOAD) == 2

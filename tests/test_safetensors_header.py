@@ -68,10 +68,17 @@ BOTH_REFUSE = [
     ),
     (
         "an unknown dtype",
-        text(A.replace("F32", "F4")),
+        text(A.replace("F32", "F3")),
         0,
-        "tensor a: unknown dtype F4",
-        ["a: dtype known: expected a dtype of the format, found F4"],
+        "tensor a: unknown dtype F3",
+        ["a: dtype known: expected a dtype of the format, found F3"],
+    ),
+    (
+        "half a byte",
+        text(A.replace("F32", "F4").replace("[2]", "[15]")),
+        0,
+        "tensor a: F4 [15] takes 60 bits, not whole bytes",
+        ["a: byte range: expected 60 bits for F4 [15], found 8 bytes"],
     ),
     (
         "a range of another size",
@@ -286,6 +293,16 @@ def test_fewer_bytes_than_a_length(tmp_path: Path) -> None:
     assert finding.line() == (
         "header: header length: expected a file of 8 bytes or more, found 3 bytes"
     )
+
+
+def test_two_elements_in_a_byte(tmp_path: Path) -> None:
+    """F4 counts elements of 4 bits: 16 of them take 8 bytes."""
+    path = tmp_path / "a.safetensors"
+    write(path, text(A.replace("F32", "F4").replace("[2]", "[16]")), bytes(8))
+    recording = scan.read_header(path)
+    assert recording.findings == []
+    assert strict.read_header(path).tensors == recording.entries
+    assert recording.entries["a"].nbytes == 8
 
 
 def test_both_readers_find_the_same_tensors() -> None:

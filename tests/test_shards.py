@@ -3,14 +3,17 @@
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.cli import Cli
 from tests.conftest import GOLDEN, GOLDEN_MINI, needs_golden
 from tests.shard_files import (
     INDEX,
@@ -267,10 +270,76 @@ def test_every_scale_code(ckpt: Path) -> None:
         assert bytes(checkpoint.read(name).numpy()) == codes
 
 
+U8_SCALES = "scales are stored as U8 and read as E8M0 codes"
+
+
+def other_names(weights: str) -> Callable[[str, Stored], dict[str, Stored]]:
+    """E8M0 scales as U8, FP4 weights as U8 (pairs of codes) or F4 (codes): the same bytes."""
+
+    def change(name: str, t: Stored) -> dict[str, Stored]:
+        if t.dtype == "F8_E8M0":
+            return {name: t._replace(dtype="U8")}
+        if t.dtype != "I8":
+            return {name: t}
+        shape = [t.shape[0], t.shape[1] * (2 if weights == "F4" else 1)]
+        return {name: Stored(weights, shape, t.data)}
+
+    return change
+
+
+@pytest.mark.parametrize("weights", ["U8", "F4"])
+def test_the_same_bytes_under_another_dtype(ckpt: Path, mini: Checkpoint, weights: str) -> None:
+    edit(ckpt, other_names(weights))
+    scales = sum(s.dtype == "F8_E8M0" for s in mini.specs.values())
+    codes = sum(s.dtype == "I8" for s in mini.specs.values())
+    with Checkpoint.open(ckpt) as checkpoint:
+        assert checkpoint.notes == [
+            f"{scales} {U8_SCALES}",
+            f"{codes} weights are stored as {weights} and read as FP4 codes, two in a byte",
+        ]
+        assert checkpoint.specs == mini.specs
+        wrong = [n for n in mini.specs if not torch.equal(checkpoint.read(n), mini.read(n))]
+        assert wrong == []
+        for name in ("layers.0.ffn.experts.0.w1.weight", SCALE):
+            assert torch.equal(checkpoint.read_rows(name, 1, 2), mini.read_rows(name, 1, 2))
+            assert torch.equal(checkpoint.gather_rows(name, [1, 0]), mini.gather_rows(name, [1, 0]))
+        assert checkpoint.fingerprint != mini.fingerprint
+
+
+def test_fp4_as_safetensors_itself_writes_it(ckpt: Path, mini: Checkpoint) -> None:
+    """torch's dtype of two codes a byte becomes F4 with the codes counted one by one."""
+    fp4 = getattr(torch, "float4_e2m1fn_x2", None)
+    if fp4 is None:
+        pytest.skip("this torch has no FP4 dtype")
+    name = "layers.0.ffn.experts.0.w1.weight"
+    file = ckpt / json.loads((ckpt / INDEX).read_text())["weight_map"][name]
+    tensors = load_file(file)
+    save_file(tensors | {name: tensors[name].view(fp4)}, file)
+    with Checkpoint.open(ckpt) as checkpoint:
+        assert "1 weights are stored as F4" in checkpoint.notes[0]
+        assert torch.equal(checkpoint.read(name), mini.read(name))
+
+
+@pytest.mark.parametrize("weights", ["U8", "F4"])
+def test_a_recording_has_the_same_bits(cli: Cli, ckpt: Path, tmp_path: Path, weights: str) -> None:
+    edit(ckpt, other_names(weights))
+    hashes = []
+    for directory in (MINI, ckpt):
+        out = tmp_path / f"{directory.parent.name}.safetensors"
+        options = ("--input-ids", "1,2,3,4,5", "--decode", 1, "--out", out, "--json")
+        ran = cli("dump", "--ckpt", directory, *options)
+        assert ran.status == 0, ran.err
+        hashes.append(json.loads(ran.out)[0]["payload_sha256"])
+    assert hashes[0] == hashes[1]
+    assert f"note: 196 {U8_SCALES}" in ran.err
+    assert cli("verify", "--dump", out, "--ckpt", ckpt).status == 0
+
+
 def test_hash_table_in_i32(ckpt: Path, mini: Checkpoint) -> None:
     table = mini.read(TABLE)
     replace(ckpt, TABLE, "I32", [320, 2], table.to(torch.int32).numpy().tobytes())
     with Checkpoint.open(ckpt) as checkpoint:
+        assert checkpoint.notes == ["1 tables of experts are stored in I32"]
         assert checkpoint.read(TABLE).dtype == torch.int32
         assert torch.equal(checkpoint.gather_rows(TABLE, [9, 3]).long(), table[[9, 3]])
 

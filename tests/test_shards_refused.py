@@ -290,7 +290,12 @@ OPENING = [
     ),
     ("index-newline-in-file", points_to("a\n.safetensors"), "files beside it, found a\\n.safe"),
     ("header-no-dtype", entry(dtype=None), f"tensor {WKV}.weight: unknown dtype None"),
-    ("header-new-dtype", entry(dtype="F4"), f"tensor {WKV}.weight: unknown dtype F4"),
+    ("header-new-dtype", entry(dtype="F3"), f"tensor {WKV}.weight: unknown dtype F3"),
+    (
+        "header-half-byte",
+        entry(dtype="F4", shape=[127, 255]),
+        f"tensor {WKV}.weight: F4 [127, 255] takes 129540 bits, not whole bytes",
+    ),
     ("header-odd-dtype", entry(dtype="F\n4"), f"tensor {WKV}.weight: unknown dtype F\\n4"),
     ("header-negative", entry(shape=[-128, -128]), "lacks a shape or a byte range"),
     ("header-fraction", entry(shape=[128.0, 128]), "lacks a shape or a byte range"),
@@ -342,6 +347,26 @@ OPENING = [
         "transposed",
         stored("layers.1.attn.wo_b.scale", "F8_E8M0", [2, 1], b"\x7f\x7f"),
         "expected F8_E8M0 [1, 2], found F8_E8M0 [2, 1] (transposed)",
+    ),
+    (
+        "fp4-logical-shape-in-u8",
+        stored(f"{W1}.weight", "U8", [128, 128], bytes(range(256)) * 64),
+        f"{W1}.weight expected I8 [128, 64], found U8 [128, 128]",
+    ),
+    (
+        "fp4-stored-shape-in-f4",
+        stored(f"{W1}.weight", "F4", [128, 64], bytes(range(256)) * 16),
+        f"{W1}.weight expected I8 [128, 64], found F4 [128, 64]",
+    ),
+    (
+        "fp4-one-code-more-in-f4",
+        stored(f"{W1}.weight", "F4", [128, 129], bytes(range(129)) * 64),
+        f"{W1}.weight expected I8 [128, 64], found F4 [128, 129]",
+    ),
+    (
+        "fp8-in-u8",
+        stored(f"{WKV}.weight", "U8", [128, 128], bytes(range(256)) * 64),
+        f"{WKV}.weight expected F8_E4M3 [128, 128], found U8 [128, 128]",
     ),
     (
         "scale-inverse-name",
@@ -412,6 +437,14 @@ def test_opening(tmp_path: Path, damage: Damage, words: str) -> None:
     line = line_of(caught)
     assert str(directory) in line
     assert words in line
+
+
+def test_a_square_tensor_is_not_called_transposed(tmp_path: Path) -> None:
+    directory = copy(MINI, tmp_path / "ckpt")
+    BF16_WKV(directory)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(directory)
+    assert line_of(caught).endswith("expected F8_E4M3 [128, 128], found BF16 [128, 128]")
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,15 @@ from v4tool.errors import Finding
 HEADER_LIMIT = 100_000_000
 """The format's limit in bytes; it keeps a damaged length from allocating all memory."""
 
-ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-    "F16": 2, "BF16": 2, "U16": 2, "I16": 2,
-    "F32": 4, "U32": 4, "I32": 4, "F64": 8, "U64": 8, "I64": 8, "C64": 8,
+DTYPE_BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F16": 16, "BF16": 16, "U16": 16, "I16": 16,
+    "F32": 32, "U32": 32, "I32": 32,
+    "F64": 64, "U64": 64, "I64": 64, "C64": 64,
 }  # fmt: skip
-"""Bytes per element by safetensors dtype, the byte-sized ones; any other name is a defect."""
+"""Bits per element by safetensors dtype; any other name is a defect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,16 +211,22 @@ def _parse_entry(key: str, value: object, payload: int, rules: HeaderRules) -> E
         expected, found = "shape and data_offsets", "none or senseless ones"
         finding = Finding(key, "header entry", expected, found)
         return HeaderDefect(finding, f"tensor {key}: its entry lacks a shape or a byte range")
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         finding = Finding(key, "dtype known", "a dtype of the format", f"{dtype}")
         return HeaderDefect(finding, f"tensor {key}: unknown dtype {dtype}")
-    needed, given = math.prod(shape) * ITEM_BYTES[dtype], offsets[1] - offsets[0]
-    if needed != given:
-        size = f"{needed}" if needed < 1 << 64 else "2^64 or more"
-        finding = Finding(key, "byte range", f"{size} bytes for {dtype} {shape}", f"{given} bytes")
-        message = f"tensor {key}: {dtype} {shape} takes {size} bytes, its range {given}"
-        return HeaderDefect(finding, message)
+    needed = math.prod(shape) * DTYPE_BITS[dtype]
+    if needed != 8 * (offsets[1] - offsets[0]):
+        return _size_of_range(key, f"{dtype} {shape}", needed, offsets[1] - offsets[0])
     return Entry(key, dtype, tuple(shape), payload + offsets[0], payload + offsets[1])
+
+
+def _size_of_range(key: str, what: str, needed: int, given: int) -> HeaderDefect:
+    """The defect of a range of `given` bytes for a tensor that takes `needed` bits."""
+    number, unit = (needed, "bits") if needed % 8 else (needed // 8, "bytes")
+    size = f"{number if number < 1 << 64 else '2^64 or more'} {unit}"
+    rest = "not whole bytes" if needed % 8 else f"its range {given}"
+    finding = Finding(key, "byte range", f"{size} for {what}", f"{given} bytes")
+    return HeaderDefect(finding, f"tensor {key}: {what} takes {size}, {rest}")
 
 
 def _naturals(value: object, limit: float) -> TypeGuard[list[int]]:
@@ -242,7 +251,7 @@ def _range_defects(header: HeaderFields) -> Iterator[HeaderDefect]:
 
 
 def _size_defect(size: int, end: int, last: str, cut: list[str]) -> HeaderDefect:
-    """The defect of a file that does not end where its last tensor ends; cut: incomplete tensors."""
+    """The defect of a file that does not end with its last tensor; cut: tensors without all bytes."""
     expected = f"a file of {end} bytes"
     if not cut:
         finding = Finding(last, "payload complete", expected, f"{size} bytes")

@@ -1,13 +1,15 @@
 """A checkpoint's tensors against those that its configuration asks for (SPEC section 2).
 
-Deviations that mean the same numbers are accepted and noted (scales in F32, `tid2eid` in I32).
-So are tensors that the layout does not know, in a checkpoint that has all of the layout's, if they
-are empty or the index lists them. All other deviations are counted by kind and named, and where a
-known variant explains them the message says so: other dialects' names, the Base checkpoint's FP8
-experts, the DSpark re-release's mtp blocks. Nothing is renamed, filled in or guessed. Left out: the
-payload's values (`shards.py` looks at them when it reads).
+Deviations that mean the same numbers are accepted and noted (`ACCEPTED`: another dtype name for the
+same bytes, scales in F32, `tid2eid` in I32). So are tensors that the layout does not know, in a
+checkpoint that has all of the layout's, if they are empty or the index lists them. All other
+deviations are counted by kind and named, and where a known variant explains them the message says
+so: other dialects' names, the Base checkpoint's FP8 experts, the DSpark re-release's mtp blocks.
+Nothing is renamed, filled in or guessed. Left out: the payload's values (`shards.py` looks at them
+when it reads).
 """
 
+from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +23,14 @@ from v4tool.safetensors_header import Entry
 Status = Literal["ok", "missing", "unexpected", "different", "extra"]
 """`extra`: unknown to the layout but harmless, `unexpected`: unknown and a reason to refuse."""
 
-ACCEPTED = {("F8_E8M0", "F32"), ("I64", "I32")}
-"""(expected, found) dtypes for the same numbers; F32 scales are checked when they are read."""
+ACCEPTED = {
+    ("F8_E8M0", "F32"): "scales are stored in F32 and read as powers of two",
+    ("F8_E8M0", "U8"): "scales are stored as U8 and read as E8M0 codes",
+    ("I8", "U8"): "weights are stored as U8 and read as FP4 codes, two in a byte",
+    ("I8", "F4"): "weights are stored as F4 and read as FP4 codes, two in a byte",
+    ("I64", "I32"): "tables of experts are stored in I32",
+}
+"""Remark by (expected, found) dtype for the same numbers; F32 scales are checked when read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,12 @@ def _status(spec: TensorSpec, found: Entry | None) -> Status:
     if found is None:
         return "missing"
     dtype_ok = spec.dtype == found.dtype or (spec.dtype, found.dtype) in ACCEPTED
-    return "ok" if dtype_ok and spec.shape == found.shape else "different"
+    return "ok" if dtype_ok and _header_shape(spec, found.dtype) == found.shape else "different"
+
+
+def _header_shape(spec: TensorSpec, dtype: str) -> tuple[int, ...]:
+    """The tensor's shape in a header: F4 counts codes, I8 and U8 count bytes of two."""
+    return (*spec.shape[:-1], 2 * spec.shape[-1]) if dtype == "F4" else spec.shape
 
 
 def _mtp_problems(config: ModelConfig, entries: dict[str, Entry]) -> list[str]:
@@ -121,8 +134,8 @@ def _judge(out: Comparison, entries: dict[str, Entry], listed: Set[str]) -> Comp
     out.problems += _dialects(unexpected)
     out.problems += _named("missing", missing) + _named("unexpected", unexpected)
     out.problems += _differences(different)
-    if in_f32 := sum(map(_is_f32_scale, rows)):
-        out.notes.append(f"{in_f32} scales are stored in F32 and read as powers of two")
+    stored = Counter((r.spec.dtype, r.found.dtype) for r in rows if r.spec and r.found)
+    out.notes += [f"{stored[pair]} {remark}" for pair, remark in ACCEPTED.items() if stored[pair]]
     out.notes += [f"{line}: not part of the layout, not read" for line in _named("extra", extra)]
     return out
 
@@ -130,10 +143,6 @@ def _judge(out: Comparison, entries: dict[str, Entry], listed: Set[str]) -> Comp
 def _named(what: str, rows: list[TensorStatus]) -> list[str]:
     names = some(row.name for row in rows)
     return [f"{len(rows)} {what} tensor{'s' * (len(rows) > 1)}: {names}"] if rows else []
-
-
-def _is_f32_scale(row: TensorStatus) -> bool:
-    return bool(row.spec and row.found and (row.spec.dtype, row.found.dtype) == ("F8_E8M0", "F32"))
 
 
 def _dialects(unexpected: list[TensorStatus]) -> list[str]:
@@ -174,5 +183,5 @@ def _difference(row: TensorStatus) -> str:
     spec, found = row.spec, row.found
     assert spec is not None
     assert found is not None
-    hint = " (transposed)" if len(spec.shape) > 1 and found.shape == spec.shape[::-1] else ""
+    hint = " (transposed)" if spec.shape != found.shape == spec.shape[::-1] else ""
     return f"{row.name} expected {spec.dtype} {list(spec.shape)}, found {found}{hint}"

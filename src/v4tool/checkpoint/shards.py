@@ -26,10 +26,12 @@ from v4tool.errors import CheckpointError
 from v4tool.page_cache import dont_need, memory, will_need
 from v4tool.safetensors_header import Entry
 
-_TORCH = {
+TORCH_DTYPES = {
     "F8_E4M3": torch.uint8,
     "F8_E8M0": torch.uint8,
     "I8": torch.uint8,
+    "U8": torch.uint8,
+    "F4": torch.uint8,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
     "I32": torch.int32,
@@ -120,14 +122,15 @@ class Checkpoint:
         return self._entry(name).nbytes
 
     def read(self, name: str, buffer: Tensor | None = None) -> Tensor:
-        """A whole tensor in its stored shape.
+        """A whole tensor in the layout's shape.
 
-        F8_E4M3, F8_E8M0 and I8 come as uint8 codes (two FP4 codes to a byte), BF16, F32, I32 and
-        I64 as they are. buffer: a contiguous uint8 tensor to read into (fresh memory is slow);
-        the result is then a view of it. Raises CheckpointError when the values cannot be right.
+        F8_E4M3, F8_E8M0 and I8 come as uint8 codes (two FP4 codes to a byte; stored as U8 or F4
+        they are the same), BF16, F32, I32 and I64 as they are. buffer: a contiguous uint8 tensor
+        to read into (fresh memory is slow); the result is then a view of it. Raises
+        CheckpointError when the values cannot be right.
         """
         entry = self._entry(name)
-        return self._load(name, entry, entry.start, entry.shape, buffer)
+        return self._load(name, entry, entry.start, self.specs[name].shape, buffer)
 
     def read_rows(self, name: str, start: int, stop: int, buffer: Tensor | None = None) -> Tensor:
         """Rows start ... stop-1 of the first dimension; otherwise as `read`."""
@@ -137,7 +140,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{name}: expected rows within 0 ... {rows}, found {start}:{stop}"
             )
-        shape = (stop - start, *entry.shape[1:])
+        shape = (stop - start, *self.specs[name].shape[1:])
         return self._load(name, entry, entry.start + start * row_bytes, shape, buffer)
 
     def gather_rows(self, name: str, rows: Tensor | Sequence[int]) -> Tensor:
@@ -155,7 +158,7 @@ class Checkpoint:
             part = raw[done * row_bytes : (done + length) * row_bytes]
             self._fill(name, entry.start + first * row_bytes, part)
             done += length
-        values = self._interpret(name, entry, raw, (wanted.numel(), *entry.shape[1:]))
+        values = self._interpret(name, entry, raw, (wanted.numel(), *self.specs[name].shape[1:]))
         return values[place]
 
     def advise(self, names: Iterable[str]) -> None:
@@ -192,7 +195,7 @@ class Checkpoint:
         shape: tuple[int, ...],
         buffer: Tensor | None,
     ) -> Tensor:
-        nbytes = entry.nbytes if shape == entry.shape else shape[0] * _rows(entry)[1]
+        nbytes = entry.nbytes if shape == self.specs[name].shape else shape[0] * _rows(entry)[1]
         raw = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer[:nbytes]
         self._fill(name, offset, raw)
         return self._interpret(name, entry, raw, shape)
@@ -216,7 +219,7 @@ class Checkpoint:
     def _interpret(self, name: str, entry: Entry, raw: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Bytes to values of the expected kind, refused where they cannot be right."""
         spec = self.specs[name]
-        dtype = _TORCH[entry.dtype]
+        dtype = TORCH_DTYPES[entry.dtype]
         values = (raw if dtype == raw.dtype else raw.view(dtype)).view(shape)
         if never_zero(name, spec):
             self._require_not_zero(name, entry, raw)

@@ -49,7 +49,8 @@ class TensorIndex:
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the sorted weight map and each shard's name, size and header digest.
 
-        The payload does not enter it: it must be had in a second for 149 GiB.
+        The payload does not enter it: it must be had in a second for 149 GiB. The headers do as
+        they are, so the same weights under another dtype's name have another fingerprint.
         """
         digest = hashlib.sha256()
         for name, file in sorted(self.files.items()):

@@ -60,7 +60,7 @@ def check(
     ] = False,
     partial: PartialOption = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="List the identities and the keys they tie.")
+        bool, typer.Option("--explain", help="List the identities and the keys that they cover.")
     ] = False,
     port: Annotated[
         bool, typer.Option("--port", help="Check the port on the checkpoint, not a recording.")
@@ -129,7 +129,7 @@ def show_explanation(profile: "Profile", case: list[str] | None, as_json: bool) 
         print_json(asdict(explanation))
         return
     tables.show(report.identities_table(explanation))
-    tables.show(report.loose_table(explanation))
+    tables.show(report.weights_only_table(explanation))
 
 
 def check_the_port(
@@ -143,6 +143,7 @@ def check_the_port(
     from v4tool.report import check as report
     from v4tool.report import tables
     from v4tool.report.progress import bytes_progress
+    from v4tool.selftest import payload_row
 
     directory = checkpoint_directory(profile, quiet=quiet)
     total = weight_bytes(model_config(profile), quick=quick)
@@ -150,6 +151,7 @@ def check_the_port(
         rows = check_port(
             directory, quick=quick, layer=layer, numerics=numerics_of(profile), progress=progress
         )
+    rows.append(payload_row(profile.threads, profile.backend))
     if as_json:
         print_json([asdict(row) for row in rows])
     else:

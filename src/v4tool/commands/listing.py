@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,10 @@ from v4tool.commands.options import (
 )
 from v4tool.errors import InputError
 
+if TYPE_CHECKING:
+    from v4tool.config import ModelConfig
+    from v4tool.names import Keys
+
 listing = typer.Typer(
     help="Show keys, cases, profiles, layers, tensors or nodes.", no_args_is_help=True
 )
@@ -27,6 +31,7 @@ listing = typer.Typer(
 
 @listing.command("keys")
 def list_keys(
+    name: Annotated[str | None, typer.Argument(metavar="KEY", help="This key alone.")] = None,
     case: Annotated[str, typer.Option("--case", help="A case of the profile.")] = "baseline6",
     length: Annotated[
         int | None, typer.Option("--length", help="A prompt of so many tokens, not a case.")
@@ -34,14 +39,23 @@ def list_keys(
     decode: Annotated[int | None, typer.Option("--decode", help="Decode steps.")] = None,
     layer: Annotated[int | None, typer.Option("--layer", help="One main layer.")] = None,
     glob: Annotated[str | None, typer.Option("--glob", help="Keys that match.")] = None,
+    where: Annotated[
+        bool, typer.Option("--where", help="The lines of the port and of model.vt for KEY.")
+    ] = False,
     profile: ProfileOption = None,
     ckpt: CkptOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What a dump will hold: name, dtype, shape, from the configuration and the length alone."""
+    """What a dump will hold: name, dtype, shape, from the configuration and the length alone.
+
+    With KEY and --where: the source line of the port that computes the key, the calls that lead to
+    it, and the node of the second description (model.vt).
+    """
     from v4tool import names
     from v4tool.report import tables
 
+    if where and name is None:
+        raise InputError("--where: expected one KEY, found none")
     resolved = resolve_profile(profile, ckpt=ckpt)
     config = model_config(resolved)
     chosen = resolved.case(case)
@@ -50,6 +64,10 @@ def list_keys(
         raise InputError(f"--length: expected at least 1 token, found {tokens}")
     steps = (chosen.decode if length is None else 0) if decode is None else decode
     every = names.recording_keys(config, tokens, steps, mtp=config.mtp_supported)
+    if name is not None:
+        every = _only(
+            every, name, config.n_routed_experts, f"{tokens} tokens, {steps} decode steps"
+        )
     keys = {
         key: spec
         for key, spec in every.items()
@@ -58,6 +76,9 @@ def list_keys(
     }
     if not keys:
         raise InputError("list keys: no key matches --layer and --glob")
+    if where:
+        _show_lines(config, next(iter(keys)), tokens, as_json)
+        return
     if as_json:
         print_json(
             [
@@ -68,6 +89,35 @@ def list_keys(
         return
     print(tables.keys_lines(keys))
     say(tables.keys_line(config, keys, tokens))
+
+
+def _show_lines(config: "ModelConfig", key: str, tokens: int, as_json: bool) -> None:
+    """Print the source lines that compute a key."""
+    from v4tool.report.where import as_dict, key_lines
+    from v4tool.where import lines_of
+
+    found = lines_of(config, key, tokens)
+    if as_json:
+        print_json(as_dict(found))
+    else:
+        print(key_lines(found))
+
+
+def _only(keys: "Keys", name: str, experts: int, recording: str) -> "Keys":
+    """The one key of that name; a routed expert's number may stand for `<E>`."""
+    from difflib import get_close_matches
+
+    from v4tool.names import generic, matches
+
+    key = generic(name)
+    if key not in keys or not matches(key, [name], experts):
+        close = get_close_matches(name, list(keys), n=1)
+        nearest = f"; the nearest is {close[0]}" if close else ""
+        raise InputError(
+            f"{name}: expected a key of {recording} (--case, --length and --decode choose others), "
+            f"found none of that name{nearest}"
+        )
+    return {key: keys[key]}
 
 
 @listing.command("cases")

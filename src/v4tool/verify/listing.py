@@ -50,7 +50,7 @@ def list_nodes(
     found: dict[str, list[str]] = {spec.name: [] for spec in nodes}
     left = []
     for key in keys:
-        owner = _owner(key, nodes, weights)
+        owner = owner_of(key, nodes, weights)
         if owner is not None:
             found[owner].append(key)
         elif not is_input(key):
@@ -71,7 +71,7 @@ def _info(spec: NodeSpec, keys: list[str]) -> NodeInfo:
     )
 
 
-def _owner(key: str, nodes: Iterable[NodeSpec], weights: Container[str]) -> str | None:
+def owner_of(key: str, nodes: Iterable[NodeSpec], weights: Container[str]) -> str | None:
     """The node that outputs a key: fewest characters in placeholders, then most weights."""
     candidates = [
         (sum(map(len, values.values())), -len(spec.weights), place, spec.name)
