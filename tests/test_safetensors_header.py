@@ -88,17 +88,20 @@ BOTH_REFUSE = [
         ["a: byte range: expected 12 bytes for F32 [3], found 8 bytes"],
     ),
     (
-        "dimensions whose product has more digits than Python prints",
-        text(f32("a", 0, 8, *[2**61] * 300)),
+        "2^63 elements",
+        text(f32("a", 0, 8, 2**61, 4)),
         0,
-        f"tensor a: F32 {[2**61] * 300} takes 2^64 or more bytes, its range 8",
-        [f"a: byte range: expected 2^64 or more bytes for F32 {[2**61] * 300}, found 8 bytes"],
+        f"tensor a: F32 [{2**61}, 4] has more than {2**63 - 1} elements",
+        [
+            "a: byte range: expected a size that fits a file, "
+            f"found more than {2**63 - 1} elements for F32 [{2**61}, 4]"
+        ],
     ),
     (
-        "a number with more digits than Python reads",
-        text(A.replace("[2]", f"[{'9' * 4400}]")),
+        "a number of 21 digits",
+        text(A.replace("[2]", f"[{'9' * 21}]")),
         0,
-        "its header is not JSON",
+        f"expected numbers of at most 20 digits, found {'9' * 21}",
         [
             "header: header is JSON: expected a JSON object padded with spaces, found other text",
         ],
@@ -196,10 +199,10 @@ DIFFERENCES = [
         ["dtype: one entry a key: expected one, found two or more"],
     ),
     (
-        "two keys twice: the first one is named, the repetitions are reported in their order",
+        "two keys twice: named in order of the keys, or reported in order of the repetitions",
         text('"a": 1', '"b": 2', '"b": 3', '"a": 4'),
         0,
-        "duplicate key a",
+        "duplicate key a, b",
         [
             "b: one entry a key: expected one, found two or more",
             "a: one entry a key: expected one, found two or more",

@@ -10,12 +10,12 @@ for the first (`checkpoint.header`). Left out: the payload, and which tensors a 
 import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypeGuard
 
 from v4tool.errors import Finding
+from v4tool.untrusted import Pairs, element_count, parse_json, repeated_keys, shortened
 
 HEADER_LIMIT = 100_000_000
 """The format's limit in bytes; it keeps a damaged length from allocating all memory."""
@@ -115,14 +115,6 @@ def in_file_order(entries: dict[str, Entry]) -> dict[str, Entry]:
     return dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
 
 
-def first_duplicate(pairs: list[tuple[str, Any]]) -> str | None:
-    """The first key among the (key, value) pairs of a JSON object that comes again, or None."""
-    if len(dict(pairs)) == len(pairs):
-        return None
-    counts = Counter(key for key, _ in pairs)
-    return next(key for key, count in counts.items() if count > 1)
-
-
 def _length_defect(first: bytes, size: int, rules: HeaderRules) -> HeaderDefect | None:
     """The defect of the length field, if it has one; first: the file's first bytes, 8 at most."""
     if len(first) < 8:
@@ -145,31 +137,34 @@ def _parse_json(text: bytes) -> tuple[dict[str, Any] | None, list[HeaderDefect]]
     """The header's JSON object (the last of repeated keys counts), or None; and the defects."""
     defects: list[HeaderDefect] = []
 
-    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
-        if len(out) < len(pairs):
-            defects.extend(_repetitions(pairs))
-        return out
+    def collect(pairs: Pairs) -> dict[str, Any]:
+        defects.extend(_repetitions(pairs))
+        return dict(pairs)
 
     try:
-        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=collect)
-    except (ValueError, RecursionError):
-        expected, found = "a JSON object padded with spaces", "other text"
-        finding = Finding("header", "header is JSON", expected, found)
-        return None, [*defects, HeaderDefect(finding, "its header is not JSON")]
+        parsed = parse_json(text.decode("utf-8"), collect)
+    except ValueError as error:
+        no_json = isinstance(error, UnicodeDecodeError | json.JSONDecodeError)
+        finding = _json_finding("a JSON object padded with spaces", "other text")
+        message = "its header is not JSON" if no_json else str(error)
+        return None, [*defects, HeaderDefect(finding, message)]
     if isinstance(parsed, dict):
         return parsed, defects
-    finding = Finding("header", "header is JSON", "a JSON object", type(parsed).__name__)
+    finding = _json_finding("a JSON object", type(parsed).__name__)
     return None, [*defects, HeaderDefect(finding, "its header is not a JSON object")]
 
 
-def _repetitions(pairs: list[tuple[str, Any]]) -> Iterator[HeaderDefect]:
-    """One defect for each repetition of a key; the messages name the object's first such key."""
-    first, seen = first_duplicate(pairs), set[str]()
-    for key, _ in pairs:
+def _json_finding(expected: str, found: str) -> Finding:
+    return Finding("header", "header is JSON", expected, found)
+
+
+def _repetitions(pairs: Pairs) -> Iterator[HeaderDefect]:
+    """One defect for each repetition of a key; the message names all repeated keys."""
+    repeated = repeated_keys(pairs)
+    message, seen = f"duplicate key {shortened(', '.join(repeated))}", set[str]()
+    for key, _ in pairs if repeated else ():
         if key in seen:
-            finding = Finding(key, "one entry a key", "one", "two or more")
-            yield HeaderDefect(finding, f"duplicate key {first}")
+            yield HeaderDefect(Finding(key, "one entry a key", "one", "two or more"), message)
         seen.add(key)
 
 
@@ -180,8 +175,9 @@ def _parse_fields(
     yield from _parse_metadata(header, parsed.pop("__metadata__", None), rules)
     for key in parsed if rules.printable_names else ():
         if not key.isprintable():
-            finding = Finding(key, "key printable", "printable characters", ascii(key))
-            yield HeaderDefect(finding, f"unprintable tensor name {key!a}")
+            name = shortened(ascii(key))
+            finding = Finding(key, "key printable", "printable characters", name)
+            yield HeaderDefect(finding, f"unprintable tensor name {name}")
     for key, value in parsed.items():
         entry = _parse_entry(key, value, header.payload, rules)
         if isinstance(entry, Entry):
@@ -206,27 +202,36 @@ def _parse_entry(key: str, value: object, payload: int, rules: HeaderRules) -> E
     """One entry, or its defect; payload: offset of the payload in the file."""
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = (fields.get(k) for k in ("dtype", "shape", "data_offsets"))
-    limit = rules.integer_limit
+    limit, tensor = rules.integer_limit, f"tensor {shortened(key)}"
     if not _naturals(shape, limit) or not _naturals(offsets, limit) or len(offsets) != 2:
         expected, found = "shape and data_offsets", "none or senseless ones"
         finding = Finding(key, "header entry", expected, found)
-        return HeaderDefect(finding, f"tensor {key}: its entry lacks a shape or a byte range")
+        return HeaderDefect(finding, f"{tensor}: its entry lacks a shape or a byte range")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        finding = Finding(key, "dtype known", "a dtype of the format", f"{dtype}")
-        return HeaderDefect(finding, f"tensor {key}: unknown dtype {dtype}")
-    needed = math.prod(shape) * DTYPE_BITS[dtype]
-    if needed != 8 * (offsets[1] - offsets[0]):
-        return _size_of_range(key, f"{dtype} {shape}", needed, offsets[1] - offsets[0])
+        found = shortened(str(dtype))
+        finding = Finding(key, "dtype known", "a dtype of the format", found)
+        return HeaderDefect(finding, f"{tensor}: unknown dtype {found}")
+    given = offsets[1] - offsets[0]
+    if problem := _size_problem(dtype, shape, given):
+        expected, found, message = problem
+        return HeaderDefect(Finding(key, "byte range", expected, found), f"{tensor}: {message}")
     return Entry(key, dtype, tuple(shape), payload + offsets[0], payload + offsets[1])
 
 
-def _size_of_range(key: str, what: str, needed: int, given: int) -> HeaderDefect:
-    """The defect of a range of `given` bytes for a tensor that takes `needed` bits."""
-    number, unit = (needed, "bits") if needed % 8 else (needed // 8, "bytes")
-    size = f"{number if number < 1 << 64 else '2^64 or more'} {unit}"
-    rest = "not whole bytes" if needed % 8 else f"its range {given}"
-    finding = Finding(key, "byte range", f"{size} for {what}", f"{given} bytes")
-    return HeaderDefect(finding, f"tensor {key}: {what} takes {size}, {rest}")
+def _size_problem(dtype: str, shape: list[int], given: int) -> tuple[str, str, str] | None:
+    """Expected, found and message for a tensor whose range of `given` bytes does not fit it."""
+    what = f"{dtype} {shortened(str(shape))}"
+    try:
+        bits = element_count(shape) * DTYPE_BITS[dtype]
+    except ValueError as error:
+        return "a size that fits a file", f"{error} for {what}", f"{what} has {error}"
+    if bits % 8:
+        size, rest = f"{bits} bits", "not whole bytes"
+    else:
+        size, rest = f"{bits // 8} bytes", f"its range {given}"
+    if bits == 8 * given:
+        return None
+    return f"{size} for {what}", f"{given} bytes", f"{what} takes {size}, {rest}"
 
 
 def _naturals(value: object, limit: float) -> TypeGuard[list[int]]:
@@ -251,7 +256,10 @@ def _range_defects(header: HeaderFields) -> Iterator[HeaderDefect]:
 
 
 def _size_defect(size: int, end: int, last: str, cut: list[str]) -> HeaderDefect:
-    """The defect of a file that does not end with its last tensor; cut: tensors without all bytes."""
+    """The defect of a file with more or fewer bytes than its header describes.
+
+    cut: keys of the tensors that lack some of their bytes.
+    """
     expected = f"a file of {end} bytes"
     if not cut:
         finding = Finding(last, "payload complete", expected, f"{size} bytes")

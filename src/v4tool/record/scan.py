@@ -26,6 +26,7 @@ from v4tool.safetensors_header import (
     in_file_order,
     parse_header,
 )
+from v4tool.untrusted import kind_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -55,6 +56,8 @@ class Header(HeaderFields):
 def read_header(path: Path | str) -> Header:
     """Read and check a file's header; RecordingError only if the file cannot be read."""
     path = Path(path)
+    if kind_of(path) == "a pipe or device":
+        raise RecordingError(f"{path}: expected a file, found a pipe or device")
     try:
         with path.open("rb") as file:
             header = Header(path=path, size=os.fstat(file.fileno()).st_size)
