@@ -375,7 +375,7 @@ def test_accumulation_in_float32_is_noted_and_not_judged(tmp_path: Path) -> None
     result = check(damaged(tmp_path, claim, LEN3))
     assert [(f.rule, f.severity) for f in result.findings] == [("numerics", "note")]
     assert result.ok
-    assert result.tied == 0
+    assert result.covered == 0
 
 
 def test_a_checkpoint_that_is_not_the_recording_s(tmp_path: Path) -> None:

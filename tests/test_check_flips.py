@@ -31,7 +31,7 @@ ONLY_WEIGHTS = {
     "attn.wo_b.in", "ffn.shared_experts.w1.out", "ffn.shared_experts.w3.out", "norm.out",
     "mtp.norm.out", "attn.indexer.weights_proj.out",
 }  # fmt: skip
-"""Kinds of keys that nothing ties without weights."""
+"""Kinds of keys that nothing covers without weights."""
 PARTLY = {
     "attn.compressor.norm.out", "attn.indexer.compressor.norm.out", "attn.indexer.wq_b.out",
     "attn.wq_a.out", "attn.wkv.out", "attn.wq_b.out", "mtp.e_proj.out", "mtp.h_proj.out",
@@ -117,7 +117,7 @@ def shares(found: dict[str, set[str]]) -> dict[str, tuple[int, int]]:
 
 
 def test_flips_of_a_few_layers(tmp_path: Path) -> None:
-    """Three layers of three types in two passes, two experts each: what is tied is found."""
+    """Three layers of three types in two passes, two experts each: what is covered is found."""
     path = GOLDEN_MINI / "len33.safetensors"
     lanes: set[Lane] = {(0, 0), (1, 2), (0, 1), (1, 3)}
     skipped = ONLY_WEIGHTS | {"ffn.experts.<E>.w1.out", "ffn.experts.<E>.w3.out"}
@@ -149,13 +149,13 @@ def test_flips_of_every_key(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     experts = [k for k in found if is_expert(k) and re.search(r"\.\d+\.(w2\.)?out$", k)]
     assert experts
     assert all(found[key] for key in experts), ends
-    tied = [k for k in found if kind_of(k) not in ONLY_WEIGHTS | PARTLY and not is_expert(k)]
-    assert all(found[key] for key in tied)
+    covered = [k for k in found if kind_of(k) not in ONLY_WEIGHTS | PARTLY and not is_expert(k)]
+    assert all(found[key] for key in covered)
 
 
 @pytest.mark.slow
 def test_flips_of_every_key_beside_the_checkpoint(tmp_path: Path) -> None:
-    """A deep check ties every key; what a quantisation swallows is swallowed for the model as
+    """A deep check covers every key; what a quantisation swallows is swallowed for the model as
     well.
     """
     path = GOLDEN_MINI / "len6.safetensors"

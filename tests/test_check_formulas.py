@@ -120,13 +120,13 @@ def test_the_true_weight_lies_within_the_bounds_and_a_flip_leaves_none(rows: int
         flipped = out.copy()
         flipped[5, column] ^= 1
         low, high = norm_bounds(flipped, x, 1e-6)
-        votes = RowBounds("key", ("x",), 64, discrete=True)
-        votes.add(low, high)
-        possible = votes.possible(votes.low, votes.high)
+        bounds = RowBounds("key", ("x",), 64, discrete=True)
+        bounds.add(low, high)
+        possible = bounds.possible(bounds.low, bounds.high)
         assert not possible[column]
         assert possible.sum() == 63
-        found, outvoted = votes.violating_rows(column)
-        assert (found, outvoted) == (weight[column], [5])
+        found, violating = bounds.violating_rows(column)
+        assert (found, violating) == (weight[column], [5])
 
 
 def test_the_true_sink_lies_within_the_bounds_and_a_flip_leaves_none() -> None:

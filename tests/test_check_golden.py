@@ -39,7 +39,7 @@ def test_nothing_is_found_with_the_checkpoint(golden: GoldenFile) -> None:
     assert result.findings == []
     if golden.complete:
         ids = 1 + len(golden.metadata("decode_ids"))
-        assert result.tied == result.keys - ids, "only the ids themselves are tied to nothing"
+        assert result.covered == result.keys - ids, "only the ids themselves are not covered"
 
 
 @pytest.fixture(scope="module")
@@ -56,20 +56,20 @@ def test_every_identity_is_applied(longest: CheckResult) -> None:
 
 
 def test_explain_claims_nothing_that_the_check_does_not_do(longest: CheckResult) -> None:
-    """The keys that `explain` counts from names alone are tied when a file is checked."""
+    """The keys that `explain` counts from names alone are covered when a file is checked."""
     entries = read_header(LONGEST).entries
     for row in longest.rules:
         if row.rule.family == "identity":
             claimed = {key for key in entries if covers(row.rule, generic(key), CONFIG)}
-            assert claimed <= row.tied, row.rule.id
+            assert claimed <= row.covered, row.rule.id
             assert claimed or row.rule.id == "all blocks"
 
 
-def test_explain_lists_what_only_weights_tie() -> None:
+def test_explain_lists_what_only_weights_cover() -> None:
     explanation = explain(CONFIG, 33, 3)
-    loose = explanation.only_weights
-    assert {"attn.wo_b.in", "ffn.experts.<E>.w1.out", "ffn.shared_experts.w3.out"} <= loose.keys()
-    assert not {"attn.out", "ffn.out", "layers.<n>.out", "attn.wq_b.out"} & loose.keys()
+    keys = explanation.only_weights.keys()
+    assert {"attn.wo_b.in", "ffn.experts.<E>.w1.out", "ffn.shared_experts.w3.out"} <= keys
+    assert not {"attn.out", "ffn.out", "layers.<n>.out", "attn.wq_b.out"} & keys
     counts = {row.id: row.keys for row in explanation.identities}
     # 5 layers and MTP, in the prefill and the MTP decode, and 5 layers in each of 3 decode steps
     assert counts["q"] == 2 * (5 + 2 + 3 * 5)

@@ -44,7 +44,7 @@ if status.exists():  # ru_maxrss of a child includes what its parent had
     peak = int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
 else:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps([*seconds, peak, len(result.findings), result.tied]))
+print(json.dumps([*seconds, peak, len(result.findings), result.covered]))
 """
 
 

@@ -135,9 +135,19 @@ def test_keys_that_a_recording_does_not_have() -> None:
         ("layers.3.attn.compressor.out", 127, "a prompt of 127 tokens"),
         ("decode.0.layers.2.attn.compressor.out", 6, "a prompt of 6 tokens"),
         ("layers.0.attn.nothing.out", 6, "a prompt of 6 tokens"),
+        ("embed.out", 0, "at least 1 token, found 0"),
     ]:
         with pytest.raises(InputError, match=complaint):
             lines_of(FLASH, key, length)
+
+
+def test_mtp_of_another_design_has_no_lines_but_the_main_stack_has() -> None:
+    fields = FLASH.to_release_dict() | {"num_nextn_predict_layers": 3}
+    fields["compress_ratios"] += [0, 0]
+    config = ModelConfig.from_dict(fields)
+    with pytest.raises(InputError, match="these mtp blocks are of another design"):
+        lines_of(config, "mtp.0.prefill.embed.out", 6)
+    assert lines_of(config, "head.out", 6).port[0].function == "logits"
 
 
 def test_a_narrow_model_keeps_what_decides_over_branches() -> None:

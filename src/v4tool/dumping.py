@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from v4tool import __version__
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import ModelConfig, Numerics
 from v4tool.errors import InputError, OutputError
@@ -37,6 +36,7 @@ from v4tool.profiles import Case, Profile, validate_ids
 from v4tool.quant.linear import backend_in_use
 from v4tool.record import manifest
 from v4tool.record.writer import RecordingWriter
+from v4tool.version import __version__
 
 FORMAT_VERSION = "1"
 TOP_LEVEL = ("input_ids", "embed.out")

@@ -74,6 +74,10 @@ def lines_of(config: ModelConfig, key: str, length: int) -> KeyLines:
     recording of this configuration and length has the key.
     """
     layer = layer_of(key)
+    if length < 1:
+        raise InputError(f"{key}: expected a prompt of at least 1 token, found {length}")
+    if key.startswith("mtp.") and not config.mtp_supported:
+        raise InputError(f"{key}: {config.mtp_problem}")
     if layer is not None and layer >= config.n_layers:
         raise InputError(f"{key}: expected a layer up to {config.n_layers - 1}, found {layer}")
     small = narrow(config, layer or 0)

@@ -1,9 +1,9 @@
-"""External anchors: what other engines have published of the released weights (`check
---anchors`).
+"""Compares next tokens and log-probabilities with published figures (`check --anchors`).
 
-The only public figures are next tokens and log-probabilities. Those engines use other kernels,
-so no tighter claim than half a nat is made. On any other checkpoint the figures mean nothing,
-and the check says so.
+The figures are those that other engines have published for the released weights, in the field
+`expect` of a case: a next token, and sometimes its log-probability. Those engines use other
+kernels, so the tolerance is wide (`Expect.within`, in nats). With any other checkpoint the figures
+do not apply, and the result says why.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +22,15 @@ from v4tool.profiles import Case, Expect
 from v4tool.record.scan import read_header
 
 SYNTHETIC = "v4tool_synth"
-"""What a checkpoint of random weights says of itself in its shards' metadata."""
+"""Metadata key in the shards of a random checkpoint."""
 
 
 @dataclass(frozen=True)
 class AnchorRow:
-    """One case: the expected next id and the one found; log-probabilities and margins in nats."""
+    """One case: expected and found id of the next token; log-probabilities and margins in nats.
+
+    logprob: of the expected id; published: the published range; margin: to the runner-up.
+    """
 
     case: str
     expected: int
@@ -41,19 +44,22 @@ class AnchorRow:
 
 @dataclass(frozen=True)
 class Anchors:
-    """The rows, or why the anchors do not apply to this checkpoint."""
+    """One row a case, or the reason why the figures do not apply to this checkpoint."""
 
     rows: list[AnchorRow]
     does_not_apply: str | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether the anchors apply and all of them hold."""
+        """Whether the figures apply and all rows agree with them."""
         return self.does_not_apply is None and all(row.ok for row in self.rows)
 
 
 def why_not(checkpoint: Checkpoint) -> str | None:
-    """Why the published figures do not apply to this checkpoint; None for the release."""
+    """Why the published figures do not apply to this checkpoint; None for the release.
+
+    Judged by configuration and shard metadata; the weights themselves are not hashed.
+    """
     release = ModelConfig.from_file(str(files("v4tool") / "data" / "flash_config.json"))
     if checkpoint.config != release:
         differ = [n for n in type(release).model_fields
@@ -69,12 +75,12 @@ def check_anchors(
     checkpoint: Checkpoint,
     cases: Sequence[Case],
     numerics: Numerics,
-    watch: Callable[[str, str], None] = lambda name, position: None,
+    watch: Callable[[str, str], None] = lambda name, module: None,
 ) -> Anchors:
-    """Run all cases that have published figures, if the checkpoint is the one that they are of.
+    """Run all cases that have published figures, if the checkpoint is the release.
 
-    watch: told the pass and the place that comes next. CheckpointError for a weight that cannot
-    be read.
+    watch: called with the name of the pass and of the module that runs next. Raises CheckpointError
+    for a weight that cannot be read.
     """
     reason = why_not(checkpoint)
     if reason is not None:
@@ -86,10 +92,11 @@ def run_anchors(
     checkpoint: Checkpoint,
     cases: Sequence[Case],
     numerics: Numerics,
-    watch: Callable[[str, str], None] = lambda name, position: None,
+    watch: Callable[[str, str], None] = lambda name, module: None,
 ) -> list[AnchorRow]:
-    """Prefill all cases with an `expect` in one pass over the weights and compare the next
-    token.
+    """Prefill all cases that have an `expect`, and compare the next token.
+
+    Raises CheckpointError if there is no such case.
     """
     cases = [case for case in cases if case.expect is not None]
     if not cases:
@@ -120,7 +127,7 @@ def log_softmax(logits: F64) -> F64:
 
 
 def judge(case: str, expect: Expect, logits: F64) -> AnchorRow:
-    """One case's logits [V] against the published figures."""
+    """Compare the logits [V] of one case with its published figures."""
     logprobs = log_softmax(logits)
     found = int(logits.argmax())
     logprob = float(logprobs[expect.id])

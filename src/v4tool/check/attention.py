@@ -1,8 +1,8 @@
-"""Identities of the attention: queries, keys and values, index table, core, rotations (SPEC
-section 5, Attention).
+"""Identities of the attention: q, kv, cache, index table, softmax, rotations (SPEC 5, Attention).
 
-What only weights could tie (`wq_a.out`, `wkv.out` as outputs, `wo_b.in`) is bounded by norms or
-left to the checkpoint.
+Every function takes one block in one pass and reports to `block.findings`; a key that is missing or
+unusable is skipped. Left out: the projections with their weights (`products`). Without a checkpoint
+they are checked by duplicate inputs, and the norms and the softmax by bounds of their weights.
 """
 
 import numpy as np
@@ -37,11 +37,11 @@ def check_attention(block: BlockPass) -> None:
 
 
 def check_low_rank(block: BlockPass) -> None:
-    """The two norms whose weights are unknown, and projections of equal inputs."""
+    """Weight bounds of q_norm and kv_norm, and duplicate inputs of all of the projections."""
     norm(block, "q_norm", "attn.wq_a.out", "attn.q_norm.out")
     norm(block, "kv_norm", "attn.wkv.out", "attn.kv_norm.out")
     tensors = block.tensors
-    ties = {
+    projections = {
         "attn_norm.out": (
             "attn.wq_a.out", "attn.wkv.out", "attn.indexer.weights_proj.out",
             "attn.compressor.wkv.out", "attn.compressor.wgate.out",
@@ -50,81 +50,79 @@ def check_low_rank(block: BlockPass) -> None:
         "attn.q_norm.out": ("attn.wq_b.out", "attn.indexer.wq_b.out"),
         "attn.wo_b.in": ("attn.wo_b.out",),
     }  # fmt: skip
-    for name, outputs in ties.items():
+    for name, outputs in projections.items():
         if block.has(name):
             rows = tensors.bits(block.key(name))
             block.duplicates.add(block.weights, rows, block.prefix, outputs, name)
 
 
 def norm(block: BlockPass, rule: str, x: str, out: str) -> None:
-    """An RMS norm of a recorded input, rows over the last dimension, with an unknown weight."""
+    """Bounds of an RMS norm's weight from recorded input x and output `out`, over the last dim."""
     if not block.has(x, out):
         return
     tensors, width = block.tensors, block.tensors.shape(block.key(out))[-1]
-    votes = RowBounds(block.key(out), (block.key(x),), width, discrete=True)
+    bounds = RowBounds(block.key(out), (block.key(x),), width, discrete=True)
     for start, stop in block.pieces(tensors.bits(block.key(out), 0, 1).size):
         values = to_f32(tensors.bits(block.key(x), start, stop)).reshape(-1, width)
         rows = tensors.bits(block.key(out), start, stop).reshape(-1, width)
-        votes.add(*norm_bounds(rows, values, block.config.norm_eps))
-    block.weight_bounds.add(rule, f"{block.weights}{out.removesuffix('.out')}.weight", votes)
+        bounds.add(*norm_bounds(rows, values, block.config.norm_eps))
+    block.weight_bounds.add(rule, f"{block.weights}{out.removesuffix('.out')}.weight", bounds)
 
 
 def check_queries(block: BlockPass) -> None:
-    """`in.q` from `wq_b.out`; its rotated dims as recorded by the rotation."""
-    config, tensors, rotated = block.config, block.tensors, block.config.rope_head_dim
+    """`in.q` from `wq_b.out`, and `rope.rot.0.out` as the rotary dimensions of `in.q`."""
+    config, tensors, rope_dim = block.config, block.tensors, block.config.rope_head_dim
     shape = (-1, config.n_heads, config.head_dim)
     if not block.has(Q):
         return
     width = config.n_heads * config.head_dim
     with (
-        Comparison(block.findings, "q", block.key(Q), [block.key("attn.wq_b.out")]) as of_q,
+        Comparison(block.findings, "q", block.key(Q), [block.key("attn.wq_b.out")]) as q_values,
         Comparison(
             block.findings, "rot.0", block.key("attn.rope.rot.0.out"), [block.key(Q)]
-        ) as of_rotation,
+        ) as rotation,
     ):
         for start, stop in block.pieces(width):
             q = tensors.bits(block.key(Q), start, stop)
             if block.has("attn.wq_b.out"):
                 raw = tensors.bits(block.key("attn.wq_b.out"), start, stop).reshape(shape)
                 expected = unit_rms(raw, config.norm_eps)
-                expected[..., -rotated:] = apply_rope(
-                    expected[..., -rotated:], block.tables(start, stop)
+                expected[..., -rope_dim:] = apply_rope(
+                    expected[..., -rope_dim:], block.tables(start, stop)
                 )
-                of_q.add(start * width, q, expected)
+                q_values.add(start * width, q, expected)
             if block.has("attn.rope.rot.0.out"):
                 part = tensors.bits(block.key("attn.rope.rot.0.out"), start, stop)
-                of_rotation.add(start * config.n_heads * rotated, part, q[..., -rotated:])
+                rotation.add(start * config.n_heads * rope_dim, part, q[..., -rope_dim:])
 
 
 def own_rows(block: BlockPass) -> Ints:
-    """Which rows of `in.kv` are this pass's own tokens: int64 [s]."""
+    """Indices of the rows of `in.kv` that hold this pass's tokens: int64 [s]."""
     if block.step.start == 0:
         return np.arange(block.step.tokens)
     return np.array([block.step.start % block.config.window_size])
 
 
 def check_window_rows(block: BlockPass) -> None:
-    """The pass's own keys and values: norm, FP8 steps, rotation, and where they stand in
-    `in.kv`.
-    """
-    rotated, tensors = block.config.rope_head_dim, block.tensors
+    """`rope.rot.1.out` and the rows of `in.kv` of this pass's tokens, from `kv_norm.out`."""
+    rope_dim, tensors = block.config.rope_head_dim, block.tensors
     normed, rotation = block.key("attn.kv_norm.out"), block.key("attn.rope.rot.1.out")
     tables = block.tables(0, block.step.tokens)
     if tensors.has(normed, rotation):
-        expected = apply_rope(tensors.bits(normed)[:, -rotated:], tables)
+        expected = apply_rope(tensors.bits(normed)[:, -rope_dim:], tables)
         block.findings.compare("rot.1", rotation, tensors.bits(rotation), expected, [normed])
     if not tensors.has(normed, block.key(KV)):
         return
     rows = tensors.bits(normed).copy()
-    rows[:, :-rotated] = fp8_round_trip(rows[:, :-rotated])
-    rows[:, -rotated:] = apply_rope(rows[:, -rotated:], tables)
+    rows[:, :-rope_dim] = fp8_round_trip(rows[:, :-rope_dim])
+    rows[:, -rope_dim:] = apply_rope(rows[:, -rope_dim:], tables)
     found = tensors.bits(block.key(KV))[own_rows(block)]
     of = [normed] + ([rotation] if rotation in tensors else [])
     block.findings.compare("kv", block.key(KV), found, rows, of)
 
 
 def check_cache(block: BlockPass) -> None:
-    """Rows of `in.kv` that come from earlier passes, and the compressed blocks at its end."""
+    """The rows of `in.kv` that come from earlier passes, and its compressed rows."""
     if not block.has(KV):
         return
     kv, offset = block.tensors.bits(block.key(KV)), table_offset(block.config, block.step)
@@ -138,8 +136,9 @@ def check_cache(block: BlockPass) -> None:
 
 
 def ring_after(block: BlockPass) -> Bits:
-    """The window cache that a pass leaves: bits [window, C], position t in row t % window (SPEC
-    5, step 4).
+    """The ring buffer of the window after a pass: bits [window, C] (SPEC 5, step 4).
+
+    Position t is in row t % window; rows not yet written are 0.
     """
     window, step = block.config.window_size, block.step
     kv = block.tensors.bits(block.key(KV))
@@ -152,7 +151,7 @@ def ring_after(block: BlockPass) -> Bits:
 
 
 def _check_blocks(block: BlockPass, found: Bits) -> None:
-    """The compressed rows: those of the pass before, then what this pass completed."""
+    """The compressed rows of `in.kv`: those of the previous pass, then those completed here."""
     out, parts, of = block.key("attn.compressor.out"), [], []
     if block.step.start:
         if not (block.earlier and block.earlier[-1].has(KV)):
@@ -171,7 +170,7 @@ def _check_blocks(block: BlockPass, found: Bits) -> None:
 
 
 def check_table(block: BlockPass) -> None:
-    """The index table, entry by entry."""
+    """`in.topk_idxs`: its window columns, and its compressed columns from indexer or position."""
     if not block.has(TABLE):
         return
     table, key = block.tensors.ints(block.key(TABLE)), block.key(TABLE)
@@ -189,7 +188,7 @@ def check_table(block: BlockPass) -> None:
 
 
 def check_core(block: BlockPass) -> None:
-    """`sparse_attn.out`, up to the sink that each head has."""
+    """Bounds of each head's attention sink from `sparse_attn.out` and its inputs."""
     if not block.has(Q, KV, TABLE, OUT):
         return
     tensors, config = block.tensors, block.config
@@ -197,30 +196,30 @@ def check_core(block: BlockPass) -> None:
     if table.size == 0 or table.max() >= len(kv) or table.min() < -1 or (table < 0).all(1).any():
         return
     of = tuple(block.key(name) for name in (Q, KV, TABLE))
-    votes = RowBounds(block.key(OUT), of, config.n_heads, discrete=False)
+    bounds = RowBounds(block.key(OUT), of, config.n_heads, discrete=False)
     for start, stop in block.pieces(config.n_heads * max(config.head_dim, table.shape[1])):
         q = tensors.bits(block.key(Q), start, stop)
         sums = attention_sums(q, kv, table[start:stop])
-        votes.add(*sink_bounds(tensors.bits(block.key(OUT), start, stop), *sums))
-    block.weight_bounds.add("attention", f"{block.weights}attn.attn_sink", votes)
+        bounds.add(*sink_bounds(tensors.bits(block.key(OUT), start, stop), *sums))
+    block.weight_bounds.add("attention", f"{block.weights}attn.attn_sink", bounds)
 
 
 def check_output(block: BlockPass) -> None:
-    """The inverse rotation, and `attn.out`."""
-    rotated, config, tensors = block.config.rope_head_dim, block.config, block.tensors
+    """`rope.o_inv.out` from `sparse_attn.out`, and `attn.out` as a copy of `wo_b.out`."""
+    rope_dim, config, tensors = block.config.rope_head_dim, block.config, block.tensors
     if block.has(OUT, "attn.rope.o_inv.out"):
         out, back = block.key(OUT), block.key("attn.rope.o_inv.out")
         with Comparison(block.findings, "inverse rotation", back, [out]) as comparison:
             for start, stop in block.pieces(config.n_heads * config.head_dim):
-                o = tensors.bits(out, start, stop)[..., -rotated:]
+                o = tensors.bits(out, start, stop)[..., -rope_dim:]
                 expected = apply_rope(o, block.tables(start, stop), inverse=True)
                 found = tensors.bits(back, start, stop)
-                comparison.add(start * config.n_heads * rotated, found, expected)
+                comparison.add(start * config.n_heads * rope_dim, found, expected)
     copy(block, "attn.out", "attn.out", "attn.wo_b.out")
 
 
 def copy(block: BlockPass, rule: str, key: str, of: str) -> None:
-    """Two keys that hold the same."""
+    """Two keys of the block that must be equal."""
     if block.has(key, of):
         tensors = block.tensors
         key, of = block.key(key), block.key(of)

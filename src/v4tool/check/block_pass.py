@@ -1,8 +1,8 @@
-"""Context of one block in one pass for the identities, and the check of duplicate inputs.
+"""`BlockPass`, the context of one block in one pass; `DuplicateInputs`, the check of equal rows.
 
-`BlockPass` carries what an identity needs: configuration, step, key prefix, the file's tensors, the
-findings. `DuplicateInputs` remembers every row that went into a projection: the same row again must
-have come out the same.
+`BlockPass` has what the identities take: configuration, step, key prefix, the file's tensors, the
+findings. `DuplicateInputs` checks projections without their weights: where two input rows are
+equal, in any tokens or passes, the output rows must be equal.
 """
 
 import math
@@ -24,13 +24,15 @@ from v4tool.names import Kind, Step, pass_of
 
 RULE = "same in, same out"
 VALUES_AT_ONCE = 1 << 17
-"""Values of one key that an identity works on at a time: they stay in the cache."""
+"""Values of one key that an identity takes at a time; they fit into the processor's cache."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Rows that went into weights in one pass: a digest each; outputs: ends of keys with the
-    same rows.
+    """Hashes of the input rows of some projections in one pass.
+
+    prefix: of the block pass's keys; of: the input's name; digests: one hash per row; outputs: the
+    names of the projections' outputs, which have the same rows.
     """
 
     prefix: str
@@ -40,8 +42,9 @@ class Inputs:
 
 
 class DuplicateInputs:
-    """Equal rows into the same weights must have come out equal. Collected by pass, judged at
-    the end.
+    """Equal input rows of the same weights must have equal output rows.
+
+    Inputs are added by pass, safely from several threads; `check` compares the outputs at the end.
     """
 
     def __init__(self, tensors: FileTensors, findings: Findings) -> None:
@@ -52,9 +55,10 @@ class DuplicateInputs:
     def add(
         self, weights: str, inputs: Array, prefix: str, outputs: Sequence[str], of: str
     ) -> None:
-        """Rows of one pass, inputs [rows, ...]; outputs: ends of keys that have the same rows.
+        """Add the input rows of one pass, inputs [rows, ...], of some projections.
 
-        weights: what the passes that share these weights have in common; of: the input's name.
+        weights: path of the block's weights, equal in all passes over it; prefix: of the pass's
+        keys; outputs: names of the projections' outputs; of: the input's name.
         """
         present = tuple(name for name in outputs if prefix + name in self.tensors)
         self.findings.applied(RULE, [prefix + name for name in present], len(inputs))
@@ -65,7 +69,7 @@ class DuplicateInputs:
                 same_weights.append(Inputs(prefix, of, digests, present))
 
     def check(self) -> None:
-        """Compare the outputs of equal inputs, the prefill's first."""
+        """Compare the output rows of equal inputs with the first of them, prefill first."""
         for _, passes in sorted(self._inputs.items()):
             first: dict[int, tuple[str, int]] = {}
             for one in sorted(passes, key=lambda one: (pass_of(one.prefix), one.prefix)):
@@ -81,8 +85,9 @@ class DuplicateInputs:
     def _compare(
         self, prefix: str, name: str, pairs: Sequence[tuple[int, str, int]], of: str
     ) -> None:
-        """One output's rows against those that came of the same input: (row, other prefix, its
-        row).
+        """Compare rows of one output with the rows of equal inputs.
+
+        pairs: row, prefix of the other pass, row in the other pass.
         """
         wrong = [
             (row, f"{other}{name}", other_row)
@@ -102,7 +107,7 @@ class DuplicateInputs:
             )
 
     def _row(self, key: str, row: int) -> Array:
-        """One row over the last dimension; a token may have several."""
+        """One row along the last dimension of a key; a token may have several rows."""
         tensors, kind = self.tensors, self.tensors.kinds[key]
         readers: dict[Kind, Callable[..., Array]] = {
             "bf16": tensors.bits,
@@ -110,14 +115,18 @@ class DuplicateInputs:
             "int": tensors.ints,
         }
         shape = tensors.shape(key)
-        a_token = math.prod(shape[:-1]) // tensors.count(key)
-        values = readers[kind](key, row // a_token, row // a_token + 1)
-        return np.asarray(values.reshape(a_token, -1)[row % a_token])
+        rows_per_token = math.prod(shape[:-1]) // tensors.count(key)
+        values = readers[kind](key, row // rows_per_token, row // rows_per_token + 1)
+        return np.asarray(values.reshape(rows_per_token, -1)[row % rows_per_token])
 
 
 @dataclass(frozen=True)
 class BlockPass:
-    """One block in one pass. prefix: what its keys begin with (`decode.0.layers.3.`)."""
+    """One block in one pass.
+
+    prefix: of its keys (`decode.0.layers.3.`); layer: n_layers for MTP; earlier: the passes over
+    the same block before this one, in order.
+    """
 
     config: ModelConfig
     step: Step
@@ -136,7 +145,7 @@ class BlockPass:
 
     @property
     def weights(self) -> str:
-        """The path of the block's weights: equal for passes that share them."""
+        """Path of the block's weights in the checkpoint, equal in all passes over the block."""
         return self.config.block_path(self.layer) + "."
 
     @property
@@ -146,7 +155,7 @@ class BlockPass:
 
     @property
     def pass_prefix(self) -> str:
-        """The pass's own prefix."""
+        """Prefix of the pass without the layer (`decode.0.`)."""
         return pass_of(self.prefix)
 
     def key(self, name: str) -> str:
@@ -154,11 +163,14 @@ class BlockPass:
         return self.prefix + name
 
     def has(self, *names: str) -> bool:
-        """Whether all of these keys of the block can be read."""
+        """Whether all of these keys of the block are in the file and usable."""
         return self.tensors.has(*(self.prefix + name for name in names))
 
     def pieces(self, width: int) -> Iterator[tuple[int, int]]:
-        """The pass's tokens in stretches, each of about VALUES_AT_ONCE values of this width."""
+        """Ranges start, stop of the pass's tokens, of about VALUES_AT_ONCE values each.
+
+        width: values per token.
+        """
         size = max(1, VALUES_AT_ONCE // width)
         for start in range(0, self.step.tokens, size):
             yield start, min(start + size, self.step.tokens)
@@ -168,10 +180,10 @@ class BlockPass:
         return self.tables_at(np.arange(self.step.start, self.step.end))
 
     def tables(self, start: int, stop: int) -> tuple[F64, F64]:
-        """Rotary tables of the pass's tokens start ... stop - 1."""
+        """Cosine and sine of the pass's tokens start ... stop - 1: F64 [n, R/2] each."""
         cos, sin = self._tables
         return cos[start:stop], sin[start:stop]
 
     def tables_at(self, positions: npt.NDArray[np.int64]) -> tuple[F64, F64]:
-        """Rotary tables of any positions."""
+        """Cosine and sine of any positions: F64 [n, R/2] each."""
         return rope_tables(rope_frequencies(self.config, self.ratio), positions)

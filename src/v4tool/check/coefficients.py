@@ -1,9 +1,9 @@
-"""Coefficients of the hyper-connections, pooling and the heads' norms with the checkpoint's
-weights.
+"""Recomputes hyper-connection coefficients, compressor pooling and head norms (`check --deep`).
 
-Part of `check --deep`. All of them take values that are recorded rounded to FP32, or streams
-that are not recorded; how far a result may be off because of that is carried along, and nothing
-beyond it is accepted (SPEC section 5). T tokens of a pass, M streams, D dim, t blocks.
+They follow SPEC section 5 with the checkpoint's unquantised weights. Their inputs are recorded
+rounded to FP32, or are streams that are recomputed with error bounds; the errors are propagated to
+each result, and a recorded value outside the result's bound is a finding. T tokens of a pass,
+M streams, D dim, n coefficients of a hyper-connection, c * d a compressor's width, t blocks.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 RULE = "product"
 TOKENS = 64
-"""Tokens whose streams are held in binary64 at a time."""
+"""Tokens whose streams are in memory in binary64 at a time."""
 
 
 class Coefficients:
-    """What the unquantised weights of one block determine in one pass."""
+    """The values of one block in one pass that depend on its unquantised weights."""
 
     def __init__(
         self, block: BlockPass, tensors: FileTensors, findings: Findings, checkpoint: "Checkpoint"
@@ -42,7 +42,7 @@ class Coefficients:
         self.config = block.config
 
     def check(self) -> None:
-        """Hyper-connections, compressors' pooling, and the norm before a head."""
+        """Check the hyper-connections, the compressors' pooling and the norm before a head."""
         self.coefficients()
         if self.block.ratio:
             self.pooling("attn.compressor")
@@ -51,7 +51,7 @@ class Coefficients:
         self.head()
 
     def coefficients(self) -> None:
-        """`pre`, `post` and `comb` of both hyper-connections from the streams that enter them."""
+        """Check `pre`, `post` and `comb` of both hyper-connections from their input streams."""
         entering = Streams.before(self.block)
         if entering is None:
             return
@@ -64,17 +64,17 @@ class Coefficients:
                 self._mix("hc_ffn", middle, start, stop, entering.of)
 
     def _mixes(self, path: str, x: BoundedValues) -> tuple[F64, F64]:
-        """The streams' projection over their RMS, and how far it may be off: F64 [T, n] twice."""
+        """The normalised streams times `<path>_fn`, and error bounds: F64 [T, n] each."""
         fn = to_numpy(self.checkpoint.read(f"{path}_fn"))
         flat = x.values.reshape(len(x.values), -1)
         mean = (flat * flat).mean(-1, keepdims=True)
         scale = 1 / np.sqrt(mean + self.config.norm_eps)
         sums = flat @ fn.T
         error = 1e-15 * (np.abs(flat) @ np.abs(fn).T)
-        if x.spread.where.size:
-            spread = x.dense_spread().reshape(len(flat), -1)
-            relative = ((2 * np.abs(flat) + spread) * spread).mean(-1, keepdims=True) / mean
-            error += spread @ np.abs(fn).T + np.abs(sums) * relative
+        if x.error.indices.size:
+            x_error = x.dense_error().reshape(len(flat), -1)
+            relative = ((2 * np.abs(flat) + x_error) * x_error).mean(-1, keepdims=True) / mean
+            error += x_error @ np.abs(fn).T + np.abs(sums) * relative
         return sums * scale, error * scale
 
     def _mix(self, name: str, x: BoundedValues, start: int, stop: int, of: Sequence[str]) -> None:
@@ -92,7 +92,7 @@ class Coefficients:
         expected = [gates[:, :m] + self.config.hc_eps, 2 * gates[:, m:]]
         expected.append(self._sinkhorn(logits[:, 2 * m :].reshape(-1, m, m)))
         errors = [error[:, :m] / 4, error[:, m : 2 * m] / 2]
-        # every exponent moves by at most `worst`; each of the quotients that follow by twice that
+        # each exponent is off by at most `worst`, each division at most doubles the error
         worst = error[:, 2 * m :].max(-1)[:, None, None]
         rounds = 2 * self.config.hc_sinkhorn_iters
         errors.append(expected[2] * np.expm1(np.minimum(2 * rounds * worst, 50)))
@@ -130,9 +130,7 @@ class Coefficients:
             )  # fmt: skip
 
     def head(self) -> None:
-        """`norm.out` of the pass, after the last block: the streams mixed by `hc_head` and
-        normed.
-        """
+        """Check `norm.out` after the last block: RMS norm of the streams weighted by `hc_head`."""
         block = self.block
         if not (block.is_mtp or block.layer == self.config.n_layers - 1):
             return
@@ -150,14 +148,14 @@ class Coefficients:
         pre_error = error * np.abs(scale) / 4 + 1e-15
         values = (pre[:, None] @ streams.values)[:, 0]
         slack = (pre_error[:, None] @ np.abs(streams.values))[:, 0] + 1e-15 * np.abs(values)
-        slack += (pre[:, None] @ streams.dense_spread())[:, 0]
+        slack += (pre[:, None] @ streams.dense_error())[:, 0]
         weight = to_numpy(self.checkpoint.read(f"{path}norm.weight"))
         self._normed(
             key, to_bf16(values - slack), to_bf16(values + slack), weight, [f"{path}hc_head_fn"]
         )
 
     def _last_streams(self) -> BoundedValues | None:
-        """The streams that leave the block: recorded, or for MTP recomputed."""
+        """The output streams of the block: as recorded, for MTP recomputed."""
         block = self.block
         if not block.is_mtp:
             key = block.key("out")
@@ -169,9 +167,7 @@ class Coefficients:
         return None if x is None else leaving_streams(block, x)
 
     def pooling(self, name: str) -> None:
-        """A compressor's `norm.out` from the recorded rows of all passes, the ape and the
-        norm's weight.
-        """
+        """Check a compressor's `norm.out` from its recorded wkv and wgate rows of all passes."""
         block, ratio = self.block, self.block.ratio
         key, blocks = block.key(f"{name}.norm.out"), complete_blocks(block.step, ratio)
         rows = self._rows(name)
@@ -189,7 +185,10 @@ class Coefficients:
         self._normed(key, low, high, weight, of)
 
     def _rows(self, name: str) -> tuple[F64, F64] | None:
-        """All rows of a compressor up to this pass, kv and gate [positions, c * d] each."""
+        """A compressor's kv and gate rows of all passes up to this: F64 [positions, c * d] each.
+
+        None if some are missing.
+        """
         every = (*self.block.earlier, self.block)
         keys = [(p.key(f"{name}.wkv.out"), p.key(f"{name}.wgate.out")) for p in every]
         if not all(self.tensors.has(*pair) for pair in keys):
@@ -201,21 +200,21 @@ class Coefficients:
         return (kv, gate) if len(kv) == self.block.step.end else None
 
     def _normed(self, key: str, low: Bits, high: Bits, weight: F64, of: Sequence[str]) -> None:
-        """An RMS norm whose input lies between two BF16 values (mostly equal ones)."""
+        """Check an RMS norm whose input lies between low and high, bits [n, D], mostly equal."""
         found = self.tensors.bits(key).reshape(low.shape)
         a, b = to_f64(low), to_f64(high)
         eps = self.config.norm_eps
-        least, most = np.minimum(np.abs(a), np.abs(b)), np.maximum(np.abs(a), np.abs(b))
-        scale_high = 1 / np.sqrt((least * least).mean(-1) + eps) * (1 + 1e-12)
-        scale_low = 1 / np.sqrt((most * most).mean(-1) + eps) * (1 - 1e-12)
+        smallest, largest = np.minimum(np.abs(a), np.abs(b)), np.maximum(np.abs(a), np.abs(b))
+        scale_high = 1 / np.sqrt((smallest * smallest).mean(-1) + eps) * (1 + 1e-12)
+        scale_low = 1 / np.sqrt((largest * largest).mean(-1) + eps) * (1 - 1e-12)
         products = [weight * x * s[:, None] for x in (a, b) for s in (scale_low, scale_high)]
-        lowest, highest = (
+        lower, upper = (
             ordinals(to_bf16(np.min(products, 0))),
             ordinals(to_bf16(np.max(products, 0))),
         )
         seen = ordinals(found)
         self.findings.applied(RULE, [key, *of], found.size)
-        wrong = np.flatnonzero(((seen < lowest) | (seen > highest)).reshape(-1))
+        wrong = np.flatnonzero(((seen < lower) | (seen > upper)).reshape(-1))
         if wrong.size:
             i = int(wrong[0])
             expected = to_f32(to_bf16(np.min(products, 0))).reshape(-1)[i]
@@ -227,7 +226,7 @@ class Coefficients:
 
 
 def leaving_streams(block: BlockPass, x: BoundedValues) -> BoundedValues | None:
-    """The streams after the experts, from those after attention."""
+    """The output streams of a block from those after attention; None if a key is missing."""
     if not block.has("hc_ffn.post", "hc_ffn.comb", "ffn.out"):
         return None
     return bounded_sums(*post_terms(block, "hc_ffn", "ffn.out", x, 0, block.step.tokens))
@@ -236,28 +235,27 @@ def leaving_streams(block: BlockPass, x: BoundedValues) -> BoundedValues | None:
 def pool(
     kv: F64, gate: F64, gate_error: F64, first: int, blocks: int, ratio: int
 ) -> tuple[F64, F64]:
-    """Softmax-weighted sums over the rows of each block, and how far they may be off: F64 [t,
-    d] twice.
+    """Softmax-weighted sums of kv over the rows of each block, and error bounds: F64 [t, d] each.
 
-    kv, gate [positions, c * d] from position 0 on; each gate is off by at most gate_error, each
-    kv by FP32.
+    kv, gate [positions, c * d] from position 0 on, the gates with `ape` added; gate_error: error
+    bounds of the gates; kv is off by its rounding to FP32. first, blocks: the blocks to pool.
     """
     groups = compressor_groups(ratio)
     width = kv.shape[1] // groups
     pooled, error = np.empty((blocks, width)), np.empty((blocks, width))
     for i, block in enumerate(range(first, first + blocks)):
         own = slice(block * ratio, (block + 1) * ratio)
-        values, scores, off = (x[own, -width:] for x in (kv, gate, gate_error))
+        values, scores, errors = (x[own, -width:] for x in (kv, gate, gate_error))
         if groups == 2 and block:
             before = slice((block - 1) * ratio, block * ratio)
-            values, scores, off = (
+            values, scores, errors = (
                 np.concatenate([x[before, :width], y])
-                for x, y in ((kv, values), (gate, scores), (gate_error, off))
+                for x, y in ((kv, values), (gate, scores), (gate_error, errors))
             )
         weights = np.exp(scores - scores.max(0))
         weights /= weights.sum(0)
         pooled[i] = (values * weights).sum(0)
-        # a softmax weight moves by at most expm1(2 * error) of itself
-        slack = np.expm1(2 * off.max(0)) + FP32_HALF_ULP + 1e-15
+        # an error e of the scores changes a softmax weight by at most expm1(2 * e) of itself
+        slack = np.expm1(2 * errors.max(0)) + FP32_HALF_ULP + 1e-15
         error[i] = (np.abs(values) * weights).sum(0) * slack
     return pooled, error

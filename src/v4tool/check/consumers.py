@@ -1,6 +1,7 @@
 """Consumers of a single-pass file scan: tensor cache, checksums, background checks of blocks.
 
-Left out: what judging a block means (`recording.check_block`).
+Each takes the pieces of payload in file order, as `record.scan` yields them. Left out: the checks
+of a block (`recording.check_block`).
 """
 
 from collections.abc import Callable
@@ -16,22 +17,25 @@ from v4tool.record.manifest import checksum
 from v4tool.record.scan import Header, Piece
 
 NOT_HELD = ("w1.out", "w3.out", "wgate.out", "compressor.wkv.out", "head.out", "logits.out")
-"""Ends of keys that no identity reads as a whole: they are not kept while the file goes by."""
+"""Suffixes of keys that no identity reads whole; they are not cached during the scan."""
 WORKERS = 2
-"""Blocks that are judged at a time, beside the reading."""
+"""Threads that check blocks while the file is read."""
 BLOCKS_WAITING = 3
-"""Blocks that may wait for it or be under way: their tensors are held."""
+"""Blocks that may be queued or in work; the tensors of each are cached."""
 
 
 class TensorCollector:
-    """Puts whole tensors that go by into the cache of `FileTensors`."""
+    """Assembles whole FP32 tensors from pieces and puts them into the cache of `FileTensors`.
+
+    wanted: whether a key should be cached.
+    """
 
     def __init__(self, tensors: FileTensors, wanted: Callable[[str], bool]) -> None:
         self.tensors, self.wanted = tensors, wanted
         self._whole: Array = np.empty(0)
 
     def take(self, piece: Piece) -> None:
-        """Keep some values of an FP32 tensor, if it is wanted."""
+        """Add one piece of an FP32 tensor; the last piece puts the tensor into the cache."""
         entry = piece.entry
         kind = self.tensors.kinds.get(entry.key)
         if kind is None or entry.nbytes > 2 * LARGEST_CACHED or not self.wanted(entry.key):
@@ -49,7 +53,7 @@ class TensorCollector:
 
 
 class Checksums:
-    """The checksum of every tensor, where there is a manifest to compare with."""
+    """Checksums of all tensors, compared with those of the manifest, if there is one."""
 
     def __init__(self, manifest: ManifestEntry | None) -> None:
         self.manifest = manifest
@@ -62,8 +66,9 @@ class Checksums:
             self._sums[key] = (self._sums.get(key, 0) + checksum(words)) % (1 << 32)
 
     def close(self, header: Header, findings: Findings) -> None:
-        """Compare; silent where the keys are not those of the manifest, which other rules
-        report.
+        """Compare with the manifest and report differences.
+
+        Nothing is compared if the number of keys differs: other rules report the keys.
         """
         known = self.manifest.sums() if self.manifest is not None else []
         keys = sorted(header.entries)
@@ -77,7 +82,10 @@ class Checksums:
 
 
 class BackgroundJudge:
-    """Runs every block's identities in a thread once all of its keys have gone by."""
+    """Runs `judge` for each block pass in a thread pool as soon as all of its keys have been read.
+
+    A context manager: leaving it runs the blocks whose keys have not all been read, and waits.
+    """
 
     def __init__(
         self, blocks: list[BlockPass], tensors: FileTensors, judge: Callable[[BlockPass], None]
@@ -92,7 +100,7 @@ class BackgroundJudge:
         self._pool = ThreadPoolExecutor(WORKERS)
 
     def _prefix(self, key: str) -> str | None:
-        """The block pass that a key belongs to: what stands before the first module's name."""
+        """Key prefix of the block pass that a key belongs to, None if it belongs to none."""
         parts = key.split(".")
         for count in (2, 3, 4):
             prefix = ".".join(parts[:count]) + "."
@@ -101,11 +109,11 @@ class BackgroundJudge:
         return None
 
     def wanted(self, key: str) -> bool:
-        """Whether an identity will read the key as a whole."""
+        """Whether some identity reads the key whole."""
         return bool(self._blocks) and not key.endswith(NOT_HELD)
 
     def tensor_read(self, key: str) -> None:
-        """Note that a key has gone by."""
+        """Note that a key has been read; start its block's check if it was the last one."""
         prefix = self._prefix(key)
         if prefix is None or key not in self.tensors.kinds:
             return

@@ -1,6 +1,6 @@
 """Identity of the embedding: equal token ids have equal rows of `embed.out` in all passes.
 
-Also the one loop over the recorded embeddings, which `weights` shares.
+Needs no weights; `weights` compares the same rows with `embed.weight`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,9 @@ RULE = "same id, same embedding"
 def recorded_embeddings(
     expected: Expectation, blocks: Sequence[BlockPass], tensors: FileTensors
 ) -> Iterator[tuple[str, Bits, list[int]]]:
-    """Every recorded `embed.out`: its key, its rows (bits [T, dim]) and the token id of each row.
+    """Yield every recorded `embed.out`: key, rows (bits [T, dim]), token id of each row.
 
-    The list of ids is empty where the ids of the pass are not known.
+    The list of ids is empty if the ids of the pass are not known.
     """
     for prefix in dict.fromkeys(block.pass_prefix for block in blocks):
         key = f"{prefix}embed.out"

@@ -1,4 +1,8 @@
-"""Identities of the mixture of experts: copies, the sum, and equal inputs (SPEC section 5, MoE)."""
+"""Identities of the mixture of experts: copies, duplicate inputs, the sum (SPEC section 5, MoE).
+
+Left out: the experts' products and the gate, which take weights (`products`), and which experts a
+file must have (`specification`).
+"""
 
 import numpy as np
 
@@ -8,7 +12,7 @@ from v4tool.check.block_pass import BlockPass
 
 ROUTED = "ffn.gate.out.1"
 COLUMNS_AT_ONCE = 1024
-"""Columns that are summed up at a time: they stay in the cache."""
+"""Columns that are summed at a time; they fit into the processor's cache."""
 
 
 def check_experts(block: BlockPass) -> None:
@@ -22,7 +26,10 @@ def check_experts(block: BlockPass) -> None:
 
 
 def check_equal_inputs(block: BlockPass) -> None:
-    """Gate and shared expert see the token; in hash layers the gate's choice sees only its id."""
+    """Duplicate inputs of the gate and the shared expert.
+
+    Their input is `ffn_norm.out`; in hash layers the chosen experts depend on the token id alone.
+    """
     if block.has("ffn_norm.out"):
         rows = block.tensors.bits(block.key("ffn_norm.out"))
         outputs = ["ffn.shared_experts.w1.out", "ffn.shared_experts.w3.out"]
@@ -36,7 +43,7 @@ def check_equal_inputs(block: BlockPass) -> None:
 
 
 def check_sum(block: BlockPass) -> None:
-    """`ffn.out` from all experts that the gate names and the shared one."""
+    """`ffn.out` as the sum of the chosen experts' outputs and the shared expert's, in binary64."""
     if not block.has("ffn.out", ROUTED, "ffn.shared_experts.out"):
         return
     tensors, routes = block.tensors, block.tensors.ints(block.key(ROUTED))
@@ -55,6 +62,6 @@ def check_sum(block: BlockPass) -> None:
     shared = block.key("ffn.shared_experts.out")
     total += to_f64(tensors.bits(shared))
     out = block.key("ffn.out")
-    shown = [shared, block.key("ffn.experts.*.out")]
-    block.findings.compare("ffn sum", out, tensors.bits(out), to_bf16(total), shown)
+    sources = [shared, block.key("ffn.experts.*.out")]
+    block.findings.compare("ffn sum", out, tensors.bits(out), to_bf16(total), sources)
     block.findings.applied("ffn sum", [*of, block.key(ROUTED)])

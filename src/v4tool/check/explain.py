@@ -1,6 +1,6 @@
-"""Coverage of the identities: the keys each one ties, and the keys that only weights can tie.
+"""Coverage of the identities: the keys each one covers, and the keys that only weights can check.
 
-Counted on the keys that configuration, length and decode steps demand; no file is needed.
+Counted on the keys that configuration, prompt length and decode steps require; no file is needed.
 Routed experts count once per layer and pass, as `experts.<E>`.
 """
 
@@ -13,12 +13,12 @@ from v4tool.config import ModelConfig
 from v4tool.names import has_indexer, layer_of, pass_of, recording_keys
 
 PARTLY = "same in, same out"
-"""Ties only rows whose inputs happen to be equal, so it does not count as tying a key."""
+"""Compares only rows whose inputs are equal, so a key is not counted as covered by it."""
 
 
 @dataclass(frozen=True)
 class Explained:
-    """One identity. keys: how many it covers; examples: the ends of their names."""
+    """One identity. keys: how many it covers; covers: suffixes of their names."""
 
     id: str
     says: str
@@ -29,8 +29,9 @@ class Explained:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All identities, and what no identity without the checkpoint ties: end of the key -> how
-    many.
+    """All identities; only_weights: keys that none covers without the checkpoint, suffix -> count.
+
+    keys: how many keys the recording has in all.
     """
 
     identities: list[Explained]
@@ -45,25 +46,25 @@ def explain(
     mtp = config.mtp_supported if mtp is None else mtp
     keys = recording_keys(config, length, decode, mtp=mtp)
     rules = [rule for rule in RULES.values() if rule.family in ("identity", "weights")]
-    tying = [rule for rule in rules if rule.family == "identity" and rule.id != PARTLY]
-    counts, loose = Counter[str](), Counter[str]()
+    without_weights = [rule for rule in rules if rule.family == "identity" and rule.id != PARTLY]
+    counts, only_weights = Counter[str](), Counter[str]()
     for key, spec in keys.items():
         counts.update(rule.id for rule in rules if covers(rule, key, config))
-        if spec.kind != "int" and not any(covers(rule, key, config) for rule in tying):
-            loose[_shown(set(names_of(key, config)))] += 1
+        if spec.kind != "int" and not any(covers(rule, key, config) for rule in without_weights):
+            only_weights[_shown(set(names_of(key, config)))] += 1
     rows = [Explained(r.id, r.says, r.needs, counts[r.id], r.covers) for r in rules]
-    return Explanation(rows, dict(loose.most_common()), len(keys))
+    return Explanation(rows, dict(only_weights.most_common()), len(keys))
 
 
 def covers(rule: Rule, key: str, config: ModelConfig) -> bool:
-    """Whether a rule ties a (generic) key."""
+    """Whether a rule covers a key; an expert's key has `<E>` for its number."""
     if rule.covers == ("*",):
         return not key.endswith("input_ids")
     return _applies(rule, key, config) and not set(rule.covers).isdisjoint(names_of(key, config))
 
 
 def _applies(rule: Rule, key: str, config: ModelConfig) -> bool:
-    """Whether the rule is about the key's block and pass."""
+    """Whether the rule applies to the key's block and pass (`Rule.only`)."""
     prefix, layer = pass_of(key), layer_of(key)
     is_mtp = prefix.startswith("mtp.")
     ratio = config.ratio(config.n_layers if is_mtp else layer or 0)
@@ -79,12 +80,16 @@ def _applies(rule: Rule, key: str, config: ModelConfig) -> bool:
 
 
 def _shown(names: set[str]) -> str:
-    """The plainest of a key's names."""
+    """The shortest of a key's names, for the table."""
     return min(names, key=len)
 
 
 def names_of(key: str, config: ModelConfig) -> Iterator[str]:
-    """The names under which rules know a key: its end, with what sets it apart from others."""
+    """The names by which rules refer to a key: its suffix after pass and layer.
+
+    Where a rule distinguishes keys with the same suffix, the name says which one is meant
+    (`main.embed.out`, `layers.<last>.out`, `score.ffn.gate.out.0`).
+    """
     prefix, layer = pass_of(key), layer_of(key)
     name = key.removeprefix(prefix)
     if layer is None:
@@ -104,7 +109,7 @@ def names_of(key: str, config: ModelConfig) -> Iterator[str]:
 
 
 def _names_of_streams(prefix: str, *, last: bool) -> Iterator[str]:
-    """A layer's `out`: MTP goes on from the last one of the prefill."""
+    """The names of a layer's `out`: MTP's input is that of the last layer of the prefill."""
     yield "layers.<n>.out"
     if not last:
         yield "layers.<inner>.out"
@@ -113,6 +118,6 @@ def _names_of_streams(prefix: str, *, last: bool) -> Iterator[str]:
 
 
 def _of_compressor(name: str, ratio: int) -> bool:
-    """Whether a rotation is the main compressor's: the third of ratio 128, the last of ratio 4."""
+    """Whether `attn.rope.rot.<n>.out` is the main compressor's, which follows the indexer's two."""
     number = int(name.split(".")[-2])
     return (number == 2 and not has_indexer(ratio)) or number == 4

@@ -1,8 +1,8 @@
-"""Random access to the tensors of one recording: a bounded cache, else reads by rows.
+"""Random access to the tensors of one recording, with a bounded in-memory cache.
 
-BF16-valued keys are held as 16 bits a value. The cache has a budget; what does not fit is read
-again from the file, some rows at a time, so that memory does not grow with the recording. Left
-out: whether a key is right. Only keys that passed the specification are handed out.
+BF16-valued keys are kept as 16 bits a value. The cache has a budget of bytes; what does not fit is
+read from the file again, some rows at a time, so that memory does not grow with the recording.
+Only keys with the right dtype and shape can be read (`specification.check_keys` selects them).
 """
 
 import os
@@ -22,14 +22,15 @@ Array = npt.NDArray[Any]
 
 CACHE_BYTES = 96 << 20
 LARGEST_CACHED = 48 << 20
+"""Bytes of the largest tensor that is cached."""
 STORED = {"F32": np.float32, "I32": np.int32, "I64": np.int64}
 
 
 class FileTensors:
-    """Random access to the usable tensors of one file; safe for use from two threads.
+    """The usable tensors of one file; safe for use from several threads.
 
-    kinds: the usable keys, those whose dtype and shape are as they must be, and what they hold;
-    experts: routed experts by what stands before `experts.` in their keys.
+    kinds: the usable keys and the kind of their values; budget: bytes of the cache; experts:
+    numbers of the recorded experts by the prefix before `experts.` in their keys.
     """
 
     def __init__(self, header: Header, kinds: dict[str, Kind], budget: int = CACHE_BYTES) -> None:
@@ -44,7 +45,7 @@ class FileTensors:
                 self.experts.setdefault(key[: match.start()], []).append(int(match[1]))
 
     def close(self) -> None:
-        """Close the file and let go of everything held."""
+        """Close the file and empty the cache."""
         os.close(self._fd)
         self._cache.clear()
 
@@ -52,7 +53,7 @@ class FileTensors:
         return key in self.kinds
 
     def has(self, *keys: str) -> bool:
-        """Whether all of the keys can be read."""
+        """Whether all of the keys are usable."""
         return all(key in self.kinds for key in keys)
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -76,7 +77,7 @@ class FileTensors:
         return self._get(key, start, stop)
 
     def put(self, key: str, values: Array) -> None:
-        """Hold a whole tensor as `packed` gives it; the oldest ones make room."""
+        """Add a whole tensor, as `packed` returns it, to the cache; the oldest ones are dropped."""
         if values.nbytes > LARGEST_CACHED:
             return
         with self._lock:
@@ -89,7 +90,7 @@ class FileTensors:
                 self._held -= oldest.nbytes
 
     def forget(self, prefix: str, keep: str) -> None:
-        """Let go of all keys with this prefix but one."""
+        """Drop all keys with this prefix except one from the cache."""
         with self._lock:
             for key in [k for k in self._cache if k.startswith(prefix) and k != keep]:
                 self._held -= self._cache.pop(key).nbytes
@@ -121,7 +122,7 @@ class FileTensors:
 
 
 def packed(raw: npt.NDArray[np.uint8], dtype: str, kind: Kind) -> Array:
-    """Stored bytes as they are held: BF16 values as uint16, integers as int64, others as F32."""
+    """Stored bytes as an array: BF16 values as uint16, integers as int64, others as F32."""
     values: Array = raw.view(STORED[dtype])
     if kind == "bf16":
         return upper_halves(values)
@@ -129,9 +130,7 @@ def packed(raw: npt.NDArray[np.uint8], dtype: str, kind: Kind) -> Array:
 
 
 def _rows(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """The number of rows and the shape of one: a batch dimension of 1 in front of tokens is
-    dropped.
-    """
+    """Number of rows and shape of one row, without the batch dimension of 1 if there is one."""
     if len(shape) >= 3 and shape[0] == 1:
         shape = shape[1:]
     return shape[0], shape[1:]

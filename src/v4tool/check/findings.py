@@ -1,8 +1,8 @@
 """Thread-safe collection of findings, with a count of keys and values per rule.
 
-A rule that was never applied shows in its tally, so that a check that checks nothing cannot
-pass for one. Findings are one a key and rule, with the first place that is wrong and how many
-there are.
+The counts show which rules were applied, so that a check without any comparison does not look like
+a passed one. There is one finding per key and rule, with the first wrong value, its indices and the
+number of wrong values.
 """
 
 import math
@@ -22,9 +22,7 @@ from v4tool.errors import Finding
 
 @dataclass
 class Tally:
-    """What a rule was applied to: how often, to how many keys and values, and how often it
-    failed.
-    """
+    """Use of one rule: the keys and the number of values it was applied to, and its findings."""
 
     keys: set[str] = field(default_factory=set)
     values: int = 0
@@ -32,7 +30,10 @@ class Tally:
 
 
 class Findings:
-    """Findings and tallies of one check; safe for use from several threads."""
+    """Findings and tallies of one check; safe for use from several threads.
+
+    items: the findings; tallies: by rule; shapes: of the recorded keys, for indices in messages.
+    """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
         self.items: list[Finding] = []
@@ -41,7 +42,7 @@ class Findings:
         self._lock = threading.Lock()
 
     def applied(self, rule: str, keys: Iterable[str] = (), values: int = 0) -> Tally:
-        """Note that a rule was applied to keys and values."""
+        """Count keys and values that a rule was applied to, and return its tally."""
         assert rule in RULES, rule
         with self._lock:
             tally = self.tallies.setdefault(rule, Tally())
@@ -52,7 +53,7 @@ class Findings:
     def report(
         self, key: str, rule: str, expected: object, found: object, *, note: bool = False
     ) -> None:
-        """Add a finding."""
+        """Add a finding; note: it does not make the check fail."""
         tally = self.applied(rule)
         with self._lock:
             tally.findings += not note
@@ -60,7 +61,7 @@ class Findings:
         self.items.append(Finding(key, rule, str(expected), str(found), severity))
 
     def compare(self, rule: str, key: str, found: Bits, expected: Bits, of: Sequence[str]) -> None:
-        """BF16 values that must be equal; `of`: the keys that the expected ones come from."""
+        """Report where BF16 values differ; of: the keys that the expected values come from."""
         with Comparison(self, rule, key, of) as comparison:
             comparison.add(0, found, expected)
 
@@ -72,7 +73,7 @@ class Findings:
         expected: npt.NDArray[np.generic],
         of: Sequence[str],
     ) -> None:
-        """Integers or FP32 words that must be equal."""
+        """Report where integers differ; FP32 values are passed as words."""
         self.applied(rule, [key, *of], found.size)
         wrong = np.flatnonzero((found != expected).reshape(-1))
         if wrong.size:
@@ -85,7 +86,7 @@ class Findings:
             )
 
     def indices(self, key: str, index: int, shape: tuple[int, ...] = ()) -> list[int]:
-        """A flat index as indices of the key's recorded shape."""
+        """A flat index as indices of the key's recorded shape; shape: used if it is unknown."""
         recorded = self.shapes.get(key, shape)
         return unravel(index, recorded if math.prod(recorded) > index else shape)
 
@@ -95,7 +96,10 @@ def _from(of: Sequence[str]) -> str:
 
 
 class Comparison:
-    """BF16 values of one key compared in pieces; reports once, when it is left."""
+    """Compares BF16 values of one key in pieces; a context manager that reports when it is left.
+
+    of: the keys that the expected values come from.
+    """
 
     def __init__(self, findings: Findings, rule: str, key: str, of: Sequence[str]) -> None:
         self.findings, self.rule, self.key, self.of = findings, rule, key, of

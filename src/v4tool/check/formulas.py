@@ -1,7 +1,8 @@
-"""Numpy reference of the model's operators without weights (SPEC 3 to 5), not from the port.
+"""NumPy reference of the model's operators without weights (SPEC 3 to 5), independent of the port.
 
-BF16 values come and go as bits. s tokens, H heads, C head_dim, R rotated dims, n rows of keys
-and values, m entries of the index table. Left out: everything that takes a weight.
+BF16 values are passed as 16-bit patterns (`Bits`). s tokens, H heads, C head_dim, R rotary
+dimensions, n rows of keys and values, m entries of a query in the index table, t compressed blocks,
+IH and ID the indexer's heads and head_dim. Left out: operators that take a weight.
 """
 
 import itertools
@@ -16,10 +17,11 @@ from v4tool.config_fields import FP4_GROUP, KV_BLOCK
 from v4tool.names import Step, compressed_columns, table_offset
 
 TABLE_BLOCK = 64
+"""Columns of the index table that the attention kernel takes at a time (SPEC 5, step 6)."""
 
 
 def rope_frequencies(config: ModelConfig, ratio: int) -> F32:
-    """Radians per position of every pair, F32 [R/2] (SPEC 5, Rotary tables)."""
+    """Rotary angle per position of each pair of dimensions: F32 [R/2] (SPEC 5, Rotary tables)."""
     width = config.rope_head_dim
     base = config.compress_rope_theta if ratio else config.rope_theta
     powers = np.array([base ** (2 * i / width) for i in range(width // 2)]).astype(np.float32)
@@ -53,8 +55,9 @@ def rope_tables(frequencies: F32, positions: Ints) -> tuple[F64, F64]:
 
 
 def apply_rope(x: Bits, tables: tuple[F64, F64], *, inverse: bool = False) -> Bits:
-    """Rotate pairs (2i, 2i+1): bits [n, R] or [n, H, R], tables for the n rows -> the same
-    shape.
+    """Rotary embedding of pairs (2i, 2i+1): bits [n, R] or [n, H, R] -> the same shape.
+
+    tables: cosine and sine of the n rows (`rope_tables`); inverse: rotate back.
     """
     cos, sin = (t if x.ndim == 2 else t[:, None] for t in tables)
     if inverse:
@@ -68,8 +71,9 @@ def apply_rope(x: Bits, tables: tuple[F64, F64], *, inverse: bool = False) -> Bi
 
 
 def unit_rms(q: Bits, eps: float) -> Bits:
-    """A head's query over its RMS, rounded at every step (SPEC 5, attention step 1): bits [...,
-    C].
+    """RMS norm of each head without a weight, rounded to BF16 at every step: bits [..., C].
+
+    SPEC 5, attention step 1.
     """
     values = to_f32(q)
     # a product of two BF16 values is exact in FP32
@@ -89,7 +93,7 @@ def _ceil_power(amax: F64, floor: float, largest: float) -> F64:
 
 
 def fp8_round_trip(x: Bits, block: int = KV_BLOCK) -> Bits:
-    """What quantising to E4M3 in place leaves: bits [..., n], n a multiple of block (SPEC 3)."""
+    """Quantise to E4M3 and back, a scale per block: bits [..., n], block divides n (SPEC 3)."""
     values = to_f64(x).reshape(*x.shape[:-1], -1, block)
     scale = _ceil_power(np.abs(values).max(-1), 1e-4, 448.0)[..., None]
     q = np.clip(values / scale, -448, 448)
@@ -99,7 +103,7 @@ def fp8_round_trip(x: Bits, block: int = KV_BLOCK) -> Bits:
 
 
 def fp4_round_trip(x: Bits, block: int = FP4_GROUP) -> Bits:
-    """What quantising to E2M1 in place leaves: bits [..., n], n a multiple of block (SPEC 3)."""
+    """Quantise to E2M1 and back, a scale per block: bits [..., n], block divides n (SPEC 3)."""
     values = to_f64(x).reshape(*x.shape[:-1], -1, block)
     scale = _ceil_power(np.abs(values).max(-1), 6 * 2.0**-126, 6.0)[..., None]
     q = np.clip(values / scale, -6, 6)
@@ -108,18 +112,19 @@ def fp4_round_trip(x: Bits, block: int = FP4_GROUP) -> Bits:
 
 
 def hadamard(x: Bits) -> Bits:
-    """Times the natural-order Sylvester matrix over sqrt(n): bits [..., n] -> bits [..., n]."""
+    """Hadamard transform: times `sylvester(n)` over sqrt(n): bits [..., n] -> bits [..., n]."""
     n = x.shape[-1]
     return to_bf16(to_f64(x) @ sylvester(n) * n**-0.5)
 
 
 @lru_cache
 def sylvester(n: int) -> F64:
-    """The natural-order Sylvester matrix: entry i, j is -1 to the number of ones in i AND j,
-    F64 [n, n].
+    """The Hadamard matrix in natural order (Sylvester's): F64 [n, n].
+
+    Entry (i, j) is -1 to the power of the number of ones in i AND j.
     """
-    places = np.arange(n)
-    overlap = places[:, None] & places
+    index = np.arange(n)
+    overlap = index[:, None] & index
     parity = np.zeros_like(overlap)
     while overlap.any():
         parity ^= overlap & 1
@@ -128,7 +133,7 @@ def sylvester(n: int) -> F64:
 
 
 def window_part(config: ModelConfig, step: Step) -> Ints:
-    """The window part of the index table: int64 [s, columns] (SPEC 5, attention step 3)."""
+    """The window columns of the index table: int64 [s, columns] (SPEC 5, attention step 3)."""
     window, tokens = config.window_size, step.tokens
     if step.start == 0:
         rows = np.arange(tokens)[:, None]
@@ -141,19 +146,19 @@ def window_part(config: ModelConfig, step: Step) -> Ints:
 
 
 def allowed_blocks(step: Step, ratio: int) -> Ints:
-    """How many blocks are complete for each query: int64 [s]."""
+    """Number of complete blocks at each query's position: int64 [s]."""
     return np.arange(step.start + 1, step.end + 1) // ratio
 
 
 def all_blocks(config: ModelConfig, step: Step, ratio: int) -> Ints:
-    """Every complete block of every query, -1 for others: int64 [s, blocks]."""
+    """Index table columns that list every complete block, then -1: int64 [s, t]."""
     blocks = np.arange(compressed_columns(step, ratio))
     allowed = allowed_blocks(step, ratio)[:, None]
     return np.where(blocks < allowed, blocks + table_offset(config, step), -1)
 
 
 def block_scores(q: Bits, k: Bits, weights: Bits) -> F64:
-    """How much each query wants each block (SPEC 5, Indexer): BF16 values as F64 [s, t].
+    """The indexer's score of each block for each query (SPEC 5, Indexer): BF16 values, F64 [s, t].
 
     q bits [s, IH, ID], k bits [t, ID], weights bits [s, IH].
     """
@@ -166,9 +171,11 @@ def block_scores(q: Bits, k: Bits, weights: Bits) -> F64:
 
 
 def top_blocks(scores: F64, allowed: Ints, k: int, offset: int) -> Ints:
-    """The k best allowed blocks, ties to the lowest, -1 where there are fewer: int64 [s, k].
+    """Stable top-k of each query's allowed blocks, padded with -1: int64 [s, k].
 
-    scores [s, t]; blocks that no query may see can be left out of them.
+    scores [s, t], where t may end at the last block that any query may see; allowed: int64 [s],
+    how many blocks each query may see; offset: added to each block's number. Among equal scores
+    the lowest block comes first.
     """
     forbidden = np.arange(scores.shape[1]) >= allowed[:, None]
     ranked = np.argsort(np.where(forbidden, np.inf, -scores), axis=1, kind="stable")[:, :k]
@@ -177,37 +184,39 @@ def top_blocks(scores: F64, allowed: Ints, k: int, offset: int) -> Ints:
 
 
 def attention_sums(q: Bits, kv: Bits, table: Ints) -> tuple[F64, F64, F64]:
-    """Attention without the sink (SPEC 5, step 6): numerator [s, H, C], denominator and maximum
-    [s, H].
+    """Softmax attention without the sink (SPEC 5, step 6), in binary64.
 
-    q bits [s, H, C], kv bits [n, C], table int64 [s, m]. Only the rows that some query names
-    are used.
+    q bits [s, H, C], kv bits [n, C], table int64 [s, m] -> numerator [s, H, C], denominator and
+    largest score [s, H].
     """
     s, heads, width = q.shape
     table, blocks = _blocks_in_use(table)
-    used, columns = _rows_in_use(table, len(kv))
+    used, table = _rows_in_use(table, len(kv))
     first = np.arange(s * heads).reshape(s, heads) * (len(used) + 1)
-    flat = first[..., None] + columns[:, None]
+    flat = first[..., None] + table[:, None]
     rows = to_f64(kv[used])
-    every = np.empty((s * heads, len(used) + 1))
-    every[:, -1] = -np.inf
-    np.matmul(to_f64(q).reshape(-1, width), rows.T, out=every[:, :-1])
-    every *= width**-0.5
-    p = np.take(every.reshape(-1), flat, mode="clip")
-    highest, denominator, before = _online_softmax(p, blocks)
-    _rescale(p, before, blocks)
-    every[:] = 0.0
-    every.reshape(-1)[flat] = p
-    numerator = np.matmul(every[:, :-1], rows).reshape(s, heads, width)
+    scores = np.empty((s * heads, len(used) + 1))
+    scores[:, -1] = -np.inf
+    np.matmul(to_f64(q).reshape(-1, width), rows.T, out=scores[:, :-1])
+    scores *= width**-0.5
+    p = np.take(scores.reshape(-1), flat, mode="clip")
+    highest, denominator, factors = _online_softmax(p, blocks)
+    _rescale(p, factors, blocks)
+    # the buffer of the scores takes the weights, 0 where a query does not list a row
+    # the buffer of the scores takes the weights, 0 where a query does not list a row
+    scores[:] = 0.0
+    scores.reshape(-1)[flat] = p
+    numerator = np.matmul(scores[:, :-1], rows).reshape(s, heads, width)
     return numerator, denominator, highest
 
 
 def _rows_in_use(table: Ints, rows: int) -> tuple[Ints, Ints]:
-    """The rows that a table names, ascending, and the table in terms of them; -1 is one behind
-    them.
+    """The rows that a table lists, ascending, and the table as indices into them.
+
+    -1 becomes the index after the last row.
     """
     marks = np.zeros(rows + 1, bool)
-    marks[table] = True  # -1 marks the last one
+    marks[table] = True  # -1 marks the element after the rows
     used = np.flatnonzero(marks[:-1])
     rank = np.full(rows + 1, len(used))
     rank[used] = np.arange(len(used))
@@ -215,8 +224,9 @@ def _rows_in_use(table: Ints, rows: int) -> tuple[Ints, Ints]:
 
 
 def _blocks_in_use(table: Ints) -> tuple[Ints, list[slice]]:
-    """The table without blocks that are -1 throughout, which add nothing, and where the others
-    lie.
+    """The table without blocks of TABLE_BLOCK columns that are all -1, and the others' columns.
+
+    The kernel works by such blocks; one without an entry changes nothing.
     """
     starts = range(0, table.shape[1], TABLE_BLOCK)
     parts = [part for i in starts if ((part := table[:, i : i + TABLE_BLOCK]) >= 0).any()]
@@ -226,11 +236,11 @@ def _blocks_in_use(table: Ints) -> tuple[Ints, list[slice]]:
 
 
 def _online_softmax(p: F64, blocks: list[slice]) -> tuple[F64, F64, list[F64]]:
-    """Scores [s, H, m] become weights, rounded to BF16, relative to the maximum when their
-    block came.
+    """Online softmax over blocks of columns: replaces scores [s, H, m] by weights, in place.
 
-    Returns the last maximum and the sum of the unrounded weights, [s, H] each, and by how much
-    what was summed before each block is scaled down when it comes.
+    A weight is relative to the maximum of its own and all earlier blocks, and rounded to BF16.
+    Returns the final maximum and the sum of the unrounded weights, [s, H] each, and for each block
+    the factor by which the sums before it are scaled.
     """
     highest, denominator = np.full(p.shape[:2], -np.inf), np.zeros(p.shape[:2])
     scales = []
@@ -248,12 +258,12 @@ def _online_softmax(p: F64, blocks: list[slice]) -> tuple[F64, F64, list[F64]]:
 
 
 def _rescale(p: F64, scales: list[F64], blocks: list[slice]) -> None:
-    """Bring every block's weights to the last maximum, as the running sum of the kernel does."""
-    for block, later in zip(blocks[:-1], _accumulated(scales[1:]), strict=True):
+    """Scale every block's weights to the final maximum, as the kernel's running sum does."""
+    for block, later in zip(blocks[:-1], _suffix_products(scales[1:]), strict=True):
         p[..., block] *= later[..., None]
 
 
-def _accumulated(scales: list[F64]) -> list[F64]:
-    """The product of each entry and all that follow it."""
+def _suffix_products(scales: list[F64]) -> list[F64]:
+    """For each factor, the product of it and all later ones."""
     products = list(itertools.accumulate(reversed(scales), np.multiply))
     return products[::-1]

@@ -1,9 +1,9 @@
-"""Each kernel of the port against a formula written differently: what `check --port` does
-without weights.
+"""Tests of the port's kernels against independent formulas, without a checkpoint (`check --port`).
 
-Numbers that must be equal are compared bit for bit; where a formula takes another order of
-rounding, the bound is stated beside it. Left out: the model's flow, which the golden recordings
-test.
+Number formats, activation quantisation, Hadamard transform, rotary embedding, Sinkhorn iteration,
+sparse attention and matrix products (SPEC sections 2 to 5). Results are compared bit for bit; where
+a formula sums or rounds in another order, a comment gives the bound. Left out: how the model calls
+the kernels, which the golden recordings test.
 """
 
 import math
@@ -35,11 +35,11 @@ from v4tool.quant.linear import (
 
 
 class CheckFailed(Exception):
-    """A check of the port failed; the message says where."""
+    """A check of the port failed; the message says what differs."""
 
 
 def require_equal(found: Bits, expected: Bits, what: str) -> None:
-    """BF16 values bit for bit (+0 equals -0)."""
+    """Raise `CheckFailed` unless BF16 values are equal (+0 equals -0); what: for the message."""
     wrong = np.flatnonzero(~equal_values(found, expected).reshape(-1))
     if wrong.size:
         i = int(wrong[0])
@@ -48,13 +48,13 @@ def require_equal(found: Bits, expected: Bits, what: str) -> None:
 
 
 def require(condition: bool, what: str) -> None:
-    """Raise `Wrong` unless the condition holds."""
+    """Raise `CheckFailed` unless the condition holds."""
     if not condition:
         raise CheckFailed(what)
 
 
 def random_bf16(*shape: int, seed: int, spread: float = 1.0) -> Tensor:
-    """BF16 values with magnitudes over some binades, the same on every machine."""
+    """BF16 values with magnitudes over several powers of two, the same on every machine."""
     generator = np.random.Generator(np.random.PCG64(seed))
     values = generator.integers(-(2**16), 2**16, shape) / 2.0**15
     scales = np.ldexp(1.0, generator.integers(-3, 4, (*shape[:-1], 1)) * int(spread))
@@ -62,7 +62,7 @@ def random_bf16(*shape: int, seed: int, spread: float = 1.0) -> Tensor:
 
 
 def minifloat(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> Fraction:
-    """The value of a code without sign: exactly, by its definition."""
+    """The exact value of a floating-point code without its sign bit, by the format's definition."""
     exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
     assert exponent < 1 << exponent_bits
     if exponent == 0:
@@ -71,7 +71,7 @@ def minifloat(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> F
 
 
 def codes(numerics: Numerics) -> str:
-    """All codes of E2M1, E4M3 and E8M0 by exact fractions, and the order of two codes in a byte."""
+    """Decoding of all codes of E2M1, E4M3 and E8M0, and of all bytes that pack two E2M1 codes."""
     for code in range(8):
         value = float(minifloat(code, 2, 1, 1))
         require(formats.E2M1[code].item() == value, f"E2M1 code {code} is not {value}")
@@ -93,7 +93,7 @@ def codes(numerics: Numerics) -> str:
 
 
 def scales(numerics: Numerics) -> str:
-    """The scale of every finite non-negative BF16 amax, and the code of every finite BF16 value."""
+    """The scale of every finite BF16 amax; the E4M3 and E2M1 code of every finite BF16 value."""
     amax = to_f64(np.arange(0x7F80, dtype=np.uint16))
     for name, scale, floor, largest in (
         ("FP8", activation.fp8_scale, 1e-4, 448.0),
@@ -101,7 +101,7 @@ def scales(numerics: Numerics) -> str:
     ):
         found = scale(torch.from_numpy(amax.astype(np.float32))).numpy()
         product = np.maximum(amax.astype(np.float32), np.float32(floor)) * np.float32(1 / largest)
-        # the exponent by comparing with all powers of two, not by bits
+        # the port takes the exponent from the bits; here it comes from a search in all powers of 2
         powers = np.ldexp(1.0, np.arange(-127, 128))
         expected = np.searchsorted(powers, product.astype(np.float64))
         wrong = np.flatnonzero(found != expected)
@@ -121,7 +121,10 @@ def _nearest(
     sign: int,
     count: int,
 ) -> None:
-    """Round to the nearest of the table's positive values by bisection between midpoints."""
+    """Require that each code is the nearest value of a table, found by bisection of midpoints.
+
+    table: values of the codes; sign: the sign bit; count: number of codes from 0 up.
+    """
     grid = table[:count].double().numpy()
     middles = (grid[1:] + grid[:-1]) / 2
     size = np.abs(values.double().numpy())
@@ -133,7 +136,7 @@ def _nearest(
 
 
 def quantisation(numerics: Numerics) -> str:
-    """FP8 and FP4 steps against a division and a rounding in binary64."""
+    """Activation quantisation to FP8 and FP4 and back against `formulas`, in binary64."""
     x = random_bf16(64, 256, seed=1)
     x[0], x[1] = 0, x[1] * 1e-30
     require_equal(
@@ -144,7 +147,7 @@ def quantisation(numerics: Numerics) -> str:
 
 
 def orthogonal(numerics: Numerics) -> str:
-    """Hadamard: the matrix from its unit vectors is +-1 / sqrt(n), symmetric, its own inverse."""
+    """Hadamard transform of unit vectors: entries +-1 / sqrt(n), symmetric, orthogonal."""
     n = 128
     rows = activation.hadamard(torch.eye(n, dtype=torch.bfloat16), numerics.acc).double()
     step = float(torch.tensor(n**-0.5).bfloat16())
@@ -160,15 +163,16 @@ def orthogonal(numerics: Numerics) -> str:
 
 
 def rotation(numerics: Numerics) -> str:
-    """Rotation against complex128 multiplication, forward and back."""
+    """Rotary embedding and its inverse against multiplication of complex128 numbers."""
     n, width = 32, 64
     x = random_bf16(n, 3, 128, seed=3)
     angles = np.arange(n)[:, None] * 0.37 ** np.arange(width // 2)
     cos, sin = (f(angles).astype(np.float32).astype(np.float64) for f in (np.cos, np.sin))
     for inverse in (False, True):
         values = to_f64(to_bits(x))[..., -width:]
-        turn = (cos + 1j * sin)[:, None]
-        result = (values[..., 0::2] + 1j * values[..., 1::2]) * (turn.conj() if inverse else turn)
+        phase = (cos + 1j * sin)[:, None]
+        pairs = values[..., 0::2] + 1j * values[..., 1::2]
+        result = pairs * (phase.conj() if inverse else phase)
         expected = np.stack([result.real, result.imag], -1).reshape(values.shape)
         tables = torch.from_numpy(cos), torch.from_numpy(sin)
         found = to_bits(rotate(x, tables, inverse=inverse))
@@ -178,7 +182,7 @@ def rotation(numerics: Numerics) -> str:
 
 
 def doubly_stochastic(numerics: Numerics) -> str:
-    """Sinkhorn: columns and rows within their residuals, and the same numbers from a plain loop."""
+    """Sinkhorn iteration: row and column sums within their bounds, and equal to a plain loop."""
     iterations, eps, m = 20, 1e-6, 4
     logits = random_bf16(64, m * m, seed=4).double().reshape(64, m, m)
     found = sinkhorn(logits.to(numerics.acc), iterations, eps).double().numpy()
@@ -191,7 +195,7 @@ def doubly_stochastic(numerics: Numerics) -> str:
     for matrix, result in zip(logits.numpy(), found, strict=True):
         plain = _plain_sinkhorn(matrix, iterations, eps)
         worst = max(worst, float(np.abs(plain / result - 1).max()))
-    # 40 quotients of sums of 4: some tens of roundings of binary64 (or of FP32)
+    # 40 divisions by sums of 4 numbers: some tens of roundings in binary64 (or FP32)
     limit = 1e-13 if numerics.accumulate == "float64" else 1e-4
     require(worst <= limit, f"{worst:.1e} from a plain loop, expected {limit:.0e}")
     return f"{len(found)} matrices, {worst:.0e} from a plain loop"
@@ -212,11 +216,12 @@ def _plain_sinkhorn(logits: F64, iterations: int, eps: float) -> F64:
 
 
 def attention_core(numerics: Numerics) -> str:
-    """Sparse attention against dense attention with a mask.
+    """Sparse attention against dense attention with a mask, and against `formulas`.
 
-    Up to 64 entries both round the same p to BF16 and must be equal. Beyond, the sparse one
-    rounds p relative to the maximum so far: each p is off by 2^-8 of itself at most, and so is
-    the result, before its own rounding: 3 steps of BF16 in all where nothing cancels.
+    With up to 64 entries, one block of the kernel, both round the same p to BF16 and must be equal.
+    With more, the kernel rounds p relative to the maximum of the blocks so far: p differs by at
+    most 2^-8 of itself, and so does the result before its own rounding, in all 3 BF16 steps where
+    nothing cancels.
     """
     heads, width, n = 4, 128, 200
     q, kv = random_bf16(24, heads, width, seed=5, spread=0), random_bf16(n, width, seed=6, spread=0)
@@ -240,7 +245,7 @@ def attention_core(numerics: Numerics) -> str:
 
 
 def _dense(q: F64, kv: F64, table: Ints, sink: F64) -> F64:
-    """Softmax over all rows with a mask, p rounded to BF16 in the numerator: [s, H, C]."""
+    """Dense attention with a mask, p rounded to BF16 in the numerator only: [s, H, C]."""
     mask = np.zeros((len(q), len(kv)), bool)
     for row, entries in enumerate(table):
         mask[row, entries[entries >= 0]] = True
@@ -253,9 +258,7 @@ def _dense(q: F64, kv: F64, table: Ints, sink: F64) -> F64:
 
 
 def products(numerics: Numerics) -> str:
-    """Every kind of product against exact fractions' sums: dequantised weights in Python's own
-    arithmetic.
-    """
+    """Products with FP8, FP4, BF16 and grouped weights, decoded by the formats' definitions."""
     n, k, rows = 192, 384, 5
     generator = np.random.Generator(np.random.PCG64(7))
     x = random_bf16(rows, k, seed=8)
@@ -285,7 +288,7 @@ def products(numerics: Numerics) -> str:
 
 
 def _values(weight: QuantizedWeight) -> F64:
-    """Element times scale, element by element from the definition of the formats."""
+    """Dequantised weight from exact decoding of each code: F64 [n, k]."""
     codes, scale = weight.codes.numpy(), weight.scale.numpy().astype(int)
     if weight.kind == "fp4":
         low = [float(minifloat(c & 7, 2, 1, 1)) * (-1 if c & 8 else 1) for c in range(16)]
@@ -297,9 +300,7 @@ def _values(weight: QuantizedWeight) -> F64:
 
 
 def _product_close(name: str, found: Tensor, x: F64, w: F64, numerics: Numerics) -> None:
-    """BF16(x w^T): equal, or one step apart where binary64's order of summation may decide the
-    rounding.
-    """
+    """Require BF16(x w^T) of x [s, k], w [n, k], allowing for another order of summation."""
     exact, sizes = x @ w.T, np.abs(x) @ np.abs(w).T
     slack = sizes * (1e-14 if numerics.accumulate == "float64" else 1e-5)
     seen = ordinals(to_bits(found))
@@ -318,4 +319,4 @@ TASKS: dict[str, Callable[[Numerics], str]] = {
     "sparse attention": attention_core,
     "products": products,
 }
-"""What is checked, by the row's name; each returns what it saw or raises `Wrong`."""
+"""The checks by name; each returns a summary of what it covered, or raises `CheckFailed`."""

@@ -1,9 +1,9 @@
-"""The self-check of the port on a checkpoint: for someone about to spend an hour on a dump.
+"""Self-test of the port on a checkpoint (`check --port`): layout, weights, kernels, single layers.
 
-Four questions, one row each or more: does the checkpoint have the layout; do its codes and
-scales decode; does each kernel do what an independent formula says (`kernels`); does one real
-layer of each type run, with every tensor of it read and every output finite. Nothing is judged
-twice: what opens a checkpoint has looked at its headers already.
+Each check gives one row: the tensors are those of the layout (SPEC section 2); no weight is NaN or
+infinite; each kernel equals an independent formula (`kernels`); one layer of each type runs on the
+real weights, reads all of its tensors and has finite outputs of the right shapes. A short test
+before a long dump. Left out: the values of the layers' outputs, which need a reference.
 """
 
 import math
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 
 Status = Literal["ok", "failed", "skipped"]
 Progress = Callable[[int], None]
-"""Told how many more bytes of weights have been looked at."""
+"""Called with the number of bytes of weights checked since the last call."""
 
 NAN_CODES = (0x7F, 0xFF)
-"""E4M3 codes that are NaN: no weight may have one."""
+"""E4M3 codes that are NaN."""
 PIECE_BYTES = 64 << 20
-"""Bytes of a weight looked at at a time."""
+"""Bytes of a weight that are in memory at a time."""
 QUICK_ROWS = 128
-"""Rows of each weight that a quick check looks at."""
+"""Rows of each weight that a quick check reads."""
 QUICK_TENSORS = 2000
-"""Weights that a quick check looks at, spread evenly over the checkpoint."""
+"""Weights that a quick check reads, spread evenly over the checkpoint."""
 TOKENS = 130
-"""Prompt of the layers that are run: more than one block of 128."""
+"""Length of the prompt that layers are run on: more than one compressed block of 128 tokens."""
 QUICK_TOKENS = 9
 
 
 @dataclass(frozen=True)
 class PortRow:
-    """One row of the table: what was checked, how it went, what was seen, in how many seconds."""
+    """Result of one check: its name, status, a summary or the failure, and seconds taken."""
 
     name: str
     status: Status
@@ -65,11 +65,11 @@ def check_port(
     numerics: Numerics | None = None,
     progress: Progress | None = None,
 ) -> list[PortRow]:
-    """Check the port on a checkpoint; the rows in order, a failed one does not end it.
+    """Run all checks of the port on a checkpoint and return their rows in order.
 
-    quick: samples of the weights and a short prompt; layer: run this main layer only (default:
-    one of each type); progress: told bytes looked at while weights are streamed (`weight_bytes`
-    in all). InputError for a layer that there is not.
+    A failed check does not stop the others. quick: a sample of the weights and a short prompt;
+    layer: run only this main layer (default: one of each type); progress: called with bytes of
+    weights checked, `weight_bytes` in all. Raises InputError if there is no such layer.
     """
     numerics = numerics or Numerics()
     rows = [run_row("structure", lambda: structure(directory))]
@@ -105,7 +105,7 @@ def _with_weights(
 
 
 def run_row(name: str, task: Callable[[], str]) -> PortRow:
-    """A row from a task that returns what it saw, or raises `CheckFailed` or CheckpointError."""
+    """Run one check, which returns a summary or raises `CheckFailed` or CheckpointError."""
     started = time.monotonic()
     try:
         status: Status = "ok"
@@ -116,8 +116,8 @@ def run_row(name: str, task: Callable[[], str]) -> PortRow:
 
 
 def structure(directory: Path | str) -> str:
-    """Names, dtypes and shapes against the layout: nothing missing or different, and no unknown
-    tensor that may be a misnamed one.
+    """Names, dtypes and shapes equal the layout: no tensor is missing or different, and no unknown
+    one may be a misnamed one of the layout.
     """
     rows = inspect(directory)
     wrong = [row for row in rows if row.status not in ("ok", "extra")]
@@ -134,34 +134,32 @@ def structure(directory: Path | str) -> str:
 
 
 def weight_bytes(config: ModelConfig, *, quick: bool) -> int:
-    """How many bytes `check_port` will look at, for a progress bar."""
+    """Number of bytes of weights that `check_port` will read, for a progress bar."""
     specs = layout(config)
-    return sum(_part(specs[name], quick).nbytes for name in _looked_at(specs, quick))
+    return sum(_part(specs[name], quick).nbytes for name in _names_to_check(specs, quick))
 
 
-def _looked_at(specs: dict[str, TensorSpec], quick: bool) -> list[str]:
+def _names_to_check(specs: dict[str, TensorSpec], quick: bool) -> list[str]:
     names = [name for name, spec in specs.items() if spec.dtype != "I64"]
     if not quick:
         return names
     step = max(1, len(names) // QUICK_TENSORS)
-    # an expert has six tensors: a step that shares a factor with 6 would always meet the same ones
+    # an expert has six tensors: a step that shares a factor with 6 would miss some kinds of them
     while math.gcd(step, 6) > 1:
         step += 1
     return names[::step]
 
 
 def _part(spec: TensorSpec, quick: bool) -> TensorSpec:
-    """The first rows of a tensor where the check is quick."""
+    """The part of a tensor that is read: its first QUICK_ROWS rows if the check is quick."""
     rows = min(QUICK_ROWS, spec.shape[0]) if quick else spec.shape[0]
     return TensorSpec(spec.dtype, (rows, *spec.shape[1:]), spec.shard)
 
 
 def weights(checkpoint: Checkpoint, *, quick: bool, progress: Progress) -> str:
-    """No NaN among codes and scales, no infinity among plain weights; reading refuses bad
-    scales itself.
-    """
-    names = _looked_at(checkpoint.specs, quick)
-    looked = 0
+    """No weight is NaN or infinite; NaN scales are refused when they are read."""
+    names = _names_to_check(checkpoint.specs, quick)
+    checked = 0
     for name in names:
         spec = _part(checkpoint.specs[name], quick)
         row_bytes = max(1, spec.nbytes // spec.shape[0])
@@ -170,10 +168,10 @@ def weights(checkpoint: Checkpoint, *, quick: bool, progress: Progress) -> str:
             stop = min(start + step, spec.shape[0])
             part = checkpoint.read_rows(name, start, stop)
             _judge_weight(name, spec.dtype, part)
-            looked += (stop - start) * row_bytes
+            checked += (stop - start) * row_bytes
             progress((stop - start) * row_bytes)
     share = "a sample of" if quick else "all"
-    return f"{share} {len(names)} tensors, {looked / 2**30:.2f} GiB: no NaN, no infinity"
+    return f"{share} {len(names)} tensors, {checked / 2**30:.2f} GiB: no NaN, no infinity"
 
 
 def _judge_weight(name: str, dtype: str, part: Tensor) -> None:
@@ -182,13 +180,13 @@ def _judge_weight(name: str, dtype: str, part: Tensor) -> None:
     elif dtype in ("BF16", "F32"):
         bad = int((~part.isfinite()).sum())
     else:
-        bad = 0  # every FP4 code is a number; a NaN scale was refused when it was read
+        bad = 0  # every FP4 code is finite, and reading has refused NaN scales
     if bad:
         raise CheckFailed(f"{name}: {bad} values are NaN or infinite")
 
 
 def layer_types(config: ModelConfig) -> dict[str, int]:
-    """One layer of each type, by what it is."""
+    """The first layer of each type, by a description of the type; the MTP block is one."""
     types: dict[str, int] = {}
     for layer in range(config.n_layers):
         routing = "hash" if config.is_hash(layer) else "score"
@@ -200,39 +198,40 @@ def layer_types(config: ModelConfig) -> dict[str, int]:
 
 
 class ReadTracker:
-    """A checkpoint that remembers which tensors were read."""
+    """A weight reader over a checkpoint that collects the names of the tensors read."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.names: set[str] = set()
 
     def nbytes(self, name: str) -> int:
-        """Bytes of a tensor."""
+        """As `Checkpoint`."""
         return self.checkpoint.nbytes(name)
 
     def read(self, name: str, buffer: Tensor | None = None) -> Tensor:
-        """As the checkpoint's."""
+        """As `Checkpoint`."""
         self.names.add(name)
         return self.checkpoint.read(name, buffer)
 
     def read_rows(self, name: str, start: int, stop: int, buffer: Tensor | None = None) -> Tensor:
-        """As the checkpoint's."""
+        """As `Checkpoint`."""
         self.names.add(name)
         return self.checkpoint.read_rows(name, start, stop, buffer)
 
     def gather_rows(self, name: str, ids: Tensor) -> Tensor:
-        """As the checkpoint's."""
+        """As `Checkpoint`."""
         self.names.add(name)
         return self.checkpoint.gather_rows(name, ids)
 
     def advise(self, names: list[str]) -> None:
-        """As the checkpoint's."""
+        """As `Checkpoint`."""
         self.checkpoint.advise(names)
 
 
 def one_layer(checkpoint: Checkpoint, layer: int, numerics: Numerics, *, quick: bool) -> str:
-    """Run one block on embeddings: the keys of SPEC section 6, all finite, and every weight of
-    it read.
+    """Run one block on embeddings of arbitrary ids, and check its outputs and what it read.
+
+    The outputs must be the keys of SPEC section 6, with their shapes and finite.
     """
     config = checkpoint.config
     tokens = QUICK_TOKENS if quick else TOKENS
@@ -244,10 +243,9 @@ def one_layer(checkpoint: Checkpoint, layer: int, numerics: Numerics, *, quick: 
     x = checkpoint.gather_rows("embed.weight", ids).unsqueeze(1).repeat(1, config.hc_mult, 1)
     seen["out"] = block(scope, x, layer).unsqueeze(0)
     _judge_outputs(seen, layer_keys(config, layer, step))
-    reached = _judge_reading(watched.names, checkpoint, layer, tokens)
-    return (
-        f"{tokens} tokens, {len(seen)} outputs finite, {reached} experts reached, all weights read"
-    )
+    experts_read = _judge_reading(watched.names, checkpoint, layer, tokens)
+    outputs = f"{tokens} tokens, {len(seen)} outputs finite"
+    return f"{outputs}, {experts_read} experts reached, all weights read"
 
 
 def _judge_outputs(seen: dict[str, Tensor], keys: "Keys") -> None:
@@ -267,9 +265,10 @@ def _judge_outputs(seen: dict[str, Tensor], keys: "Keys") -> None:
 
 
 def _judge_reading(read: Iterable[str], checkpoint: Checkpoint, layer: int, tokens: int) -> int:
-    """Number of experts read; every tensor of the block must have been, and whole experts only.
+    """Number of experts read; raises `CheckFailed` if a tensor that the block needs was not.
 
-    The norm of a compressor is read where the prompt completes a block.
+    Experts without a token may be unread, but not a part of one. A compressor's norm is read only
+    if the prompt completes a block.
     """
     read, path = set(read), checkpoint.config.block_path(layer) + "."
     mine = {name for name in checkpoint.specs if name.startswith(path)}
@@ -279,7 +278,7 @@ def _judge_reading(read: Iterable[str], checkpoint: Checkpoint, layer: int, toke
     for name in sorted(mine - read):
         end = name.removeprefix(path)
         if end.split(".")[0].startswith(outside):
-            continue  # before and after the block
+            continue  # MTP's input and head are not part of the block
         if without_block and end == "attn.compressor.norm.weight":
             continue
         number = end.split(".")[2] if end.startswith("ffn.experts.") else None

@@ -1,9 +1,9 @@
-"""Every product with a weight, recomputed from its recorded input: what `check --deep` adds.
+"""Recomputes every product with a weight from its recorded input (`check --deep`).
 
-The products come from `quant.linear`, what surrounds them is written here from SPEC section 5.
-With these, each key of a recording is tied to something. Coefficients that are recorded rounded
-to FP32 make some inputs of a later product unsure by one BF16 step; such rows are recomputed
-with each choice before they are called wrong. T tokens of a pass, M streams, D dim, E experts.
+The products are those of `quant.linear`; the operators around them follow SPEC section 5. With
+them each key of a recording is covered by some rule. Expert gate weights are recorded rounded to
+FP32, so an element of w2's input may round to either of two BF16 neighbours; a row that differs is
+recomputed with all combinations of these before it is reported.
 """
 
 import itertools
@@ -26,13 +26,17 @@ if TYPE_CHECKING:
 
 RULE = "product"
 MOST_AMBIGUOUS = 6
-"""Unsure elements of a row whose 2^n choices are all tried; a row with more is not judged."""
+"""Largest number n of elements of a row with two possible values; all 2^n combinations are tried,
+and a row with more is not judged."""
 
 
 def check_products(
     blocks: Sequence[BlockPass], tensors: FileTensors, findings: Findings, checkpoint: "Checkpoint"
 ) -> None:
-    """All products of all passes, layer by layer, so that a weight is read once for all passes."""
+    """Check all products of all passes.
+
+    Layer by layer, so that the page cache still has a layer's weights for its next pass.
+    """
     layers: dict[int, list[BlockPass]] = {}
     for block in blocks:
         layers.setdefault(block.layer, []).append(block)
@@ -43,7 +47,7 @@ def check_products(
 
 
 class Products:
-    """The products of one block in one pass."""
+    """The products with the weights of one block in one pass."""
 
     def __init__(
         self, block: BlockPass, tensors: FileTensors, findings: Findings, checkpoint: "Checkpoint"
@@ -60,7 +64,7 @@ class Products:
         self.numerics = Numerics()
 
     def check(self) -> None:
-        """Everything that takes a weight of this block."""
+        """Check all products with a weight of this block."""
         self.linear("attn.wq_a", "attn_norm.out")
         self.linear("attn.wkv", "attn_norm.out")
         self.linear("attn.wq_b", "attn.q_norm.out")
@@ -76,7 +80,7 @@ class Products:
     # ---- quantised products -------------------------------------------------------------------
 
     def weight(self, name: str, width: int) -> "QuantizedWeight":
-        """A quantised weight of this block."""
+        """A quantised weight of this block; width: K, its number of columns when decoded."""
         from v4tool.quant.linear import QuantizedWeight
 
         path = self.block.weights + name
@@ -85,13 +89,13 @@ class Products:
         return QuantizedWeight(codes, scale, "fp8" if codes.shape[1] == width else "fp4")
 
     def product(self, name: str, x: Bits) -> Bits:
-        """q_linear of bits [n, K]: bits [n, N]."""
+        """x, bits [n, K], times a quantised weight as in `q_linear`: bits [n, N]."""
         from v4tool.quant.linear import q_linear
 
         return to_bits(q_linear(to_tensor(x), self.weight(name, x.shape[-1]), self.numerics))
 
     def linear(self, name: str, x: str) -> None:
-        """`name.out` is the quantised product of x with the weight."""
+        """Check that `<name>.out` is the quantised product of key x with the weight `name`."""
         key, of = self.block.key(f"{name}.out"), self.block.key(x)
         if self.tensors.has(key, of):
             rows = self.tensors.bits(of)
@@ -103,33 +107,33 @@ class Products:
             )
 
     def grouped(self) -> None:
-        """`wo_b.in` is the grouped product of the heads' results, turned back, with wo_a."""
+        """Check that `wo_b.in` is the grouped product of the inversely rotated heads with wo_a."""
         from v4tool.quant.linear import grouped_linear
 
-        out, back = self.block.key("attn.sparse_attn.out"), self.block.key("attn.rope.o_inv.out")
+        out, inverse = self.block.key("attn.sparse_attn.out"), self.block.key("attn.rope.o_inv.out")
         key = self.block.key("attn.wo_b.in")
-        if not self.tensors.has(out, back, key):
+        if not self.tensors.has(out, inverse, key):
             return
         o = self.tensors.bits(out).copy()
-        o[..., -self.config.rope_head_dim :] = self.tensors.bits(back)
+        o[..., -self.config.rope_head_dim :] = self.tensors.bits(inverse)
         o = o.reshape(len(o), self.config.o_groups, -1)
         weight = self.weight("attn.wo_a", o.shape[-1])
         expected = to_bits(grouped_linear(to_tensor(o), weight, self.numerics))
         found = self.tensors.bits(key)
-        of = [out, back, f"{self.block.weights}attn.wo_a.weight"]
+        of = [out, inverse, f"{self.block.weights}attn.wo_a.weight"]
         self.findings.compare(RULE, key, found, expected.reshape(found.shape), of)
 
     # ---- products that stay in acc ------------------------------------------------------------
 
     def plain(self, name: str, x: Bits) -> F64:
-        """x [n, K] times an unquantised weight of this block: F64 [n, N]."""
+        """x, bits [n, K], times an unquantised weight of this block: F64 [n, N]."""
         from v4tool.quant.linear import linear_hi
 
         weight = self.checkpoint.read(self.block.weights + name)
         return np.asarray(linear_hi(to_tensor(x), weight, self.numerics).numpy())
 
     def compressors(self) -> None:
-        """The compressors' projections and pooling, the indexer's queries and weights."""
+        """Check the compressors' projections, and the indexer's queries and weights."""
         if not self.block.ratio or not self.block.has("attn_norm.out"):
             return
         x = self.tensors.bits(self.block.key("attn_norm.out"))
@@ -160,7 +164,7 @@ class Products:
     # ---- gate and experts ---------------------------------------------------------------------
 
     def gate(self) -> None:
-        """Gate weights and, outside hash layers, the experts chosen."""
+        """Check the gate weights and, except in hash layers, the chosen experts."""
         block = self.block
         key, choice = block.key("ffn.gate.out.0"), block.key("ffn.gate.out.1")
         x = block.key("ffn_norm.out")
@@ -181,7 +185,7 @@ class Products:
             compare_sums(self.findings, RULE, key, found, expected, np.abs(expected), of)
 
     def experts(self) -> None:
-        """w1, w3 and w2 of the shared expert and of every routed one."""
+        """Check w1, w3 and w2 of the shared expert and of every recorded one."""
         block = self.block
         x, routing = block.key("ffn_norm.out"), block.key("ffn.gate.out.1")
         if x not in self.tensors:
@@ -218,25 +222,26 @@ class Products:
         if weight is not None:
             h = weight[:, None] * h
             error = np.abs(h) * (FP32_HALF_ULP + 1e-15)
-        self._unsure_product(f"{name}.w2", w2, to_bf16(h - error), to_bf16(h + error), [w1, w3])
+        self._product_of_interval(
+            f"{name}.w2", w2, to_bf16(h - error), to_bf16(h + error), [w1, w3]
+        )
 
-    def _unsure_product(
+    def _product_of_interval(
         self, name: str, key: str, low: Bits, high: Bits, of: Sequence[str]
     ) -> None:
-        """A quantised product whose input lies between two BF16 values, mostly equal ones."""
+        """Check a quantised product whose input lies between low and high, bits [n, K]."""
         found, expected = self.tensors.bits(key), self.product(name, low)
         differ = ~equal_values(found, expected).all(1)
         for row in np.flatnonzero(differ & (low != high).any(1)):
-            unsure = np.flatnonzero(low[row] != high[row])
-            if len(unsure) > MOST_AMBIGUOUS:
+            ambiguous = np.flatnonzero(low[row] != high[row])
+            if len(ambiguous) > MOST_AMBIGUOUS:
                 expected[row] = found[row]
                 continue
-            choices = np.repeat(low[row][None], 2 ** len(unsure), 0)
-            for i, pick in enumerate(itertools.product((False, True), repeat=len(unsure))):
-                taken = unsure[list(pick)]
-                choices[i, taken] = high[row, taken]
-            results = self.product(name, choices)
-            fitting = equal_values(results, found[row]).all(1)
-            if fitting.any():
+            inputs = np.repeat(low[row][None], 2 ** len(ambiguous), 0)
+            for i, pick in enumerate(itertools.product((False, True), repeat=len(ambiguous))):
+                taken = ambiguous[list(pick)]
+                inputs[i, taken] = high[row, taken]
+            results = self.product(name, inputs)
+            if equal_values(results, found[row]).all(1).any():
                 expected[row] = found[row]
         self.findings.compare(RULE, key, found, expected, of)

@@ -1,10 +1,10 @@
-"""Check of one recording: specification, hashes, values and identities in one pass over it.
+"""Check of one recording: specification, hashes, values and identities in one read of the file.
 
-`check_recording` reads the file once from front to back: hashes, values and the tensors that
-identities need come from that one read. As soon as a block's keys have gone by, its identities
-are recomputed beside the reading. What is wrong is a `Finding`; every rule is tallied, so that
-a rule that was never applied can be seen. Left out: what takes the checkpoint (`weights`), and
-how results are shown (`report`).
+`check_recording` reads the file once from start to end; hashes, rules about values and the
+tensors for identities all come from that read. Once the keys of a block pass have been read, its
+identities are checked in a background thread. Each defect is a `Finding`, and the result says how
+many keys and values each rule was applied to. Left out: the checks that take the checkpoint
+(`weights`), and how results are shown (`report`).
 """
 
 import time
@@ -45,44 +45,44 @@ if TYPE_CHECKING:
     from v4tool.checkpoint.shards import Checkpoint
 
 Progress = Callable[[int], None]
-"""Told how many more bytes of the file have been read."""
+"""Called with the number of bytes read from the file since the last call."""
 
 
 @dataclass(frozen=True)
 class RuleRow:
-    """One line of the table of rules: the keys and values it was applied to, how often it
-    failed.
-    """
+    """Use of one rule: the keys and the number of values it was applied to, and its findings."""
 
     rule: Rule
-    tied: frozenset[str]
+    covered: frozenset[str]
     values: int
     findings: int
 
     @property
     def keys(self) -> int:
         """How many keys of the file the rule was applied to."""
-        return len(self.tied)
+        return len(self.covered)
 
 
 @dataclass
 class CheckResult:
-    """What a check found. seconds: by stage; tied: keys that some identity or weight ties, of
-    `keys` in all.
+    """Result of the check of one recording.
+
+    keys: number of keys in the file; covered: number of those that an identity or a weight was
+    compared with; seconds: by stage.
     """
 
     path: Path
     findings: list[Finding]
     rules: list[RuleRow]
     keys: int
-    tied: int
+    covered: int
     payload_sha256: str
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_read: int = 0
 
     @property
     def ok(self) -> bool:
-        """Whether nothing but notes was found."""
+        """Whether there is no finding except notes."""
         return not any(finding.severity == "error" for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class CheckResult:
                 for r in self.rules
             ],
             "keys": self.keys,
-            "tied": self.tied,
+            "tied": self.covered,
             "payload_sha256": self.payload_sha256,
             "bytes_read": self.bytes_read,
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
@@ -118,12 +118,12 @@ def check_recording(
     partial: bool = False,
     progress: Progress | None = None,
 ) -> CheckResult:
-    """Judge one recording; everything that is wrong is a finding, a file that cannot be opened
-    RecordingError.
+    """Check one recording. Defects are findings; RecordingError if the file cannot be opened.
 
-    ids, decode_ids: what it must be a recording of (default: what it says itself); case: for
-    messages; manifest: its entry, for hashes; checkpoint: for what takes weights (`deep`: every
-    product); identities: whether keys are tied to each other; partial: keys may be missing.
+    ids, decode_ids: the token ids it must be a recording of (default: those that it states);
+    case: name for messages; manifest: the recording's entry, for hashes and ids; checkpoint: for
+    the rules that take weights, with `deep` every product as well; identities: whether to check
+    identities; partial: keys may be missing; progress: called with bytes read.
     """
     check = _Check(Path(path), config, partial=partial, ids=ids, manifest=manifest)
     try:
@@ -137,7 +137,7 @@ def check_recording(
 
 
 class _Check:
-    """The state of one check."""
+    """The state of one check: its stages are methods, called in order."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class _Check:
     def specification(
         self, ids: Sequence[int] | None, decode_ids: Sequence[int] | None, case: str
     ) -> None:
-        """Everything that needs only the header and the small integer tensors."""
+        """Check what needs only the header and the integer tensors: ids and routed experts."""
         started = time.monotonic()
         if self.manifest is not None:
             ids = self.manifest.input_ids if ids is None else ids
@@ -185,7 +185,7 @@ class _Check:
         self.seconds["specification"] = time.monotonic() - started
 
     def _blocks(self) -> list[BlockPass]:
-        """Every block of every pass, with the earlier passes over the same block."""
+        """All block passes, each with the earlier passes over the same block."""
         if not self.expected.length:
             return []
         length, layers = self.expected.length, range(self.config.n_layers)
@@ -216,7 +216,7 @@ class _Check:
         return blocks
 
     def scan(self, *, identities: bool, progress: Progress) -> None:
-        """Read the file once; identities run beside it as their keys have gone by."""
+        """Read the file once, and check hashes, values and identities."""
         started = time.monotonic()
         exact = self.header.metadata.get("accumulate", "float64") == "float64"
         self.findings.applied("numerics", self.header.entries)
@@ -224,7 +224,7 @@ class _Check:
             found = self.header.metadata["accumulate"]
             self.findings.report("__metadata__.accumulate", "numerics", "float64", found, note=True)
         blocks = self.blocks if identities and exact else []
-        # the threads of a BLAS would spin beside the three that work here
+        # a BLAS with threads of its own would compete with the reader and the two checking threads
         with (
             threadpool_limits(1, user_api="blas"),
             BackgroundJudge(blocks, self.tensors, check_block) as background,
@@ -272,7 +272,7 @@ class _Check:
             checksums.close(self.header, self.findings)
 
     def weights(self, checkpoint: "Checkpoint", *, deep: bool) -> None:
-        """What the checkpoint ties."""
+        """Check what takes the checkpoint's weights."""
         from v4tool.check.weights import check_weights
 
         started = time.monotonic()
@@ -299,19 +299,19 @@ class _Check:
             for rule in RULES.values()
             if (tally := tallies.get(rule.id)) is not None
         ]
-        ties = [row.tied for row in rows if row.rule.family in ("identity", "weights")]
+        covered = [row.covered for row in rows if row.rule.family in ("identity", "weights")]
         order = {key: position for position, key in enumerate(self.header.entries)}
         findings = sorted(self.findings.items, key=lambda f: (order.get(f.key, -1), f.rule))
         return CheckResult(
             self.header.path, findings, rows, len(self.header.entries),
-            len(frozenset().union(*ties)), self.payload_sha256, self.seconds,
+            len(frozenset().union(*covered)), self.payload_sha256, self.seconds,
             self.bytes_read,
         )  # fmt: skip
 
 
 def check_block(block: BlockPass) -> None:
-    """All rules and identities of one block in one pass."""
-    # a damaged file may hold anything; what comes of it is found by its rule, not by a warning
+    """Apply all rules about values and all identities to one block in one pass."""
+    # values of a damaged file may overflow or be NaN: a rule reports them, NumPy need not warn
     with np.errstate(all="ignore"):
         check_values(block)
         if block.is_mtp:

@@ -1,8 +1,7 @@
-"""Which keys a file must have, with which dtypes and shapes, and of which input (SPEC section
-6).
+"""The keys, dtypes, shapes and token ids that a recording must have, and their check (SPEC 6).
 
-Follows `names.recording_keys`. The routed experts depend on the data and are judged by
-`gate.out.1`.
+The keys are those of `names.recording_keys`. Which routed experts there must be depends on the
+data: they are compared with the recorded `gate.out.1`. Left out: the values of all other tensors.
 """
 
 import json
@@ -31,11 +30,12 @@ INPUT_IDS = "input_ids"
 
 @dataclass
 class Expectation:
-    """What a file must be: of how many tokens, which ids, whether keys may be missing.
+    """What a file must contain: tokens, ids and keys.
 
-    length: of the prompt, 0 where nothing says it; ids: the prompt's, None where nothing says
-    them; decode_ids: of the decode steps, -1 where nothing says them; usable: kinds of the keys
-    that are as they must be.
+    length: of the prompt, 0 if unknown; ids: of the prompt, None if unknown; decode_ids: of the
+    decode steps, -1 where unknown; partial: keys may be missing; mtp: whether it has the MTP
+    passes; keys: required keys with dtype and shape; usable: the keys of the file that have these,
+    and the kind of their values.
     """
 
     length: int
@@ -47,9 +47,9 @@ class Expectation:
     usable: dict[str, Kind] = field(default_factory=dict)
 
     def ids_of(self, prefix: str, tensors: FileTensors, count: int) -> list[int]:
-        """The ids of a pass of `count` tokens, by its prefix; none where nothing says them.
+        """The ids of the pass with this key prefix and `count` tokens; empty if unknown.
 
-        MTP takes the prompt's, its decode step the last of them.
+        MTP's passes take the ids of the prompt, its decode step the last of them.
         """
         is_mtp = prefix.startswith("mtp.")
         own = INPUT_IDS if is_mtp else f"{prefix}{INPUT_IDS}"
@@ -65,9 +65,7 @@ class Expectation:
 def expectation(
     header: Header, config: ModelConfig, *, ids: Sequence[int] | None, partial: bool
 ) -> Expectation:
-    """Read from metadata and shapes what the file claims to be; what is missing comes from
-    `ids`.
-    """
+    """Derive the expectation from metadata and shapes; ids: used if the metadata has none."""
     stated = stated_ids(header, INPUT_IDS)
     if stated is None and ids is not None:
         stated = list(ids)
@@ -86,7 +84,7 @@ def expectation(
 
 
 def stated_ids(header: Header, name: str) -> list[int] | None:
-    """The ids in the metadata, or None where there are none or no list of numbers."""
+    """The ids in the metadata field `name`; None if it is not a JSON list of integers."""
     try:
         ids = json.loads(header.metadata[name])
     except (KeyError, ValueError):
@@ -100,7 +98,7 @@ def _decode_steps(header: Header) -> int:
 
 
 def check_keys(header: Header, expected: Expectation, findings: Findings) -> None:
-    """Names, dtypes and shapes; fills `expected.usable`."""
+    """Check names, dtypes and shapes of all keys; fills `expected.usable`."""
     for rule in ("key missing", "key unknown", "dtype", "shape"):
         findings.applied(rule, header.entries)
     if not expected.keys:
@@ -142,8 +140,10 @@ def _shown(shape: tuple[int | None, ...]) -> list[int | str]:
 def check_experts(
     header: Header, expected: Expectation, tensors: FileTensors, findings: Findings
 ) -> None:
-    """Experts in complete groups; where `gate.out.1` is recorded, exactly those, with their
-    rows.
+    """Check the routed experts' keys.
+
+    Each expert has all of its keys; where `gate.out.1` is recorded, the experts are exactly those
+    in it, with one row for each of their tokens.
     """
     groups = _groups(header)
     for name, outputs in groups.items():
@@ -160,7 +160,7 @@ def check_experts(
 
 
 def _restricted(header: Header) -> bool:
-    """Whether some of an expert's keys may have been left out on request."""
+    """Whether the recording was made with `--only`, which may leave out keys of an expert."""
     return "only" in header.metadata
 
 
@@ -180,7 +180,7 @@ def _check_routing(
     tensors: FileTensors,
     findings: Findings,
 ) -> None:
-    """One layer in one pass; `prefix` ends in `ffn.`."""
+    """Compare the experts of one block pass with its `gate.out.1`; prefix: ends in `ffn.`."""
     gate = f"{prefix}gate.out.1"
     if gate not in tensors:
         return
@@ -228,7 +228,10 @@ def check_ids(
     decode_ids: Sequence[int] | None,
     case: str,
 ) -> None:
-    """The ids in metadata, tensors, case and manifest are the same."""
+    """Check that the ids in metadata, tensors, case and manifest are the same.
+
+    ids, decode_ids: those of case or manifest, None if there is none; case: name for messages.
+    """
     findings.applied("input ids", [k for k in header.entries if k.endswith(INPUT_IDS)])
     stated = stated_ids(header, INPUT_IDS)
     if stated is None and "__metadata__" not in {f.key for f in header.findings}:

@@ -1,10 +1,10 @@
-"""Identities of the residual streams: what enters a block, hyper-connections, norms (SPEC
-section 5, HC).
+"""Identities of the residual streams: block input, hyper-connections, norms (SPEC section 5, HC).
 
-The coefficients are recorded rounded to FP32, so a recomputed value is known only to within
-`FP32_HALF_ULP` of the sum of its terms. Where a boundary of BF16 lies that close, both
-neighbours are accepted, and nowhere else; where such a value is not recorded itself but goes
-on, it is carried as unsure by one BF16 step. s tokens, M streams, D dim.
+The hyper-connections' coefficients are recorded rounded to FP32, so each recomputed sum has an
+error bound: `FP32_HALF_ULP` times the sum of its terms' magnitudes. Where a rounding boundary of
+BF16 lies within that bound, both neighbours are accepted, and only there. An intermediate value
+that is not recorded itself keeps its error bound in the sums that follow (`BoundedValues`).
+s tokens, M streams, D dim, K terms and J results of a sum.
 """
 
 from dataclasses import dataclass
@@ -35,19 +35,20 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SparseError:
-    """A few places of an array and a number for each: flat indices, ascending, and F64 of that
-    length.
+    """Error bounds of an array of which few elements have any.
+
+    indices: flat indices, ascending, int64 [n]; bounds: absolute error at each, F64 [n].
     """
 
-    where: Indices
-    amount: F64
+    indices: Indices
+    bounds: F64
 
-    def at(self, where: Indices) -> F64:
-        """The numbers at some flat indices, 0 where there is none."""
-        if not self.where.size:
-            return np.zeros(where.size)
-        place = np.minimum(np.searchsorted(self.where, where), self.where.size - 1)
-        return np.where(self.where[place] == where, self.amount[place], 0.0)
+    def at(self, indices: Indices) -> F64:
+        """The bounds at some flat indices, 0 for elements without error."""
+        if not self.indices.size:
+            return np.zeros(indices.size)
+        found = np.minimum(np.searchsorted(self.indices, indices), self.indices.size - 1)
+        return np.where(self.indices[found] == indices, self.bounds[found], 0.0)
 
 
 NO_ERROR = SparseError(np.zeros(0, np.int64), np.zeros(0))
@@ -55,107 +56,118 @@ NO_ERROR = SparseError(np.zeros(0, np.int64), np.zeros(0))
 
 @dataclass(frozen=True)
 class BoundedValues:
-    """Values F64 [s, K, D] of which a few are unsure.
+    """Values F64 [s, K, D] with absolute error bounds.
 
-    spread: where, and how far the real value may lie from the one given; room: a buffer [s, 1 +
-    K, D] that holds the values behind a free first row, for `post_terms`.
+    buffer: [s, 1 + K, D], whose rows from 1 on are `values`; `post_terms` fills row 0 in place.
     """
 
     values: F64
-    spread: SparseError = NO_ERROR
-    room: F64 | None = None
+    error: SparseError = NO_ERROR
+    buffer: F64 | None = None
 
-    def dense_spread(self) -> F64:
-        """The spread as an array of the values' shape."""
+    def dense_error(self) -> F64:
+        """The error bounds as an array of the values' shape."""
         dense = np.zeros(self.values.shape)
-        dense.reshape(-1)[self.spread.where] = self.spread.amount
+        dense.reshape(-1)[self.error.indices] = self.error.bounds
         return dense
 
 
 def term_buffer(s: int, k: int, d: int) -> F64:
-    """A buffer for values [s, k, d] with room for one more term in front."""
+    """An uninitialised buffer for values [s, k, d] and one more term before them."""
     return np.empty((s, 1 + k, d))
 
 
 def propagated_error(coefficients: F64, terms: BoundedValues) -> SparseError:
-    """How far sums may be off because terms are: coefficients [s, J, K], terms [s, K, D]."""
-    if not terms.spread.where.size:
+    """The part of the sums' error that comes from their terms' error.
+
+    coefficients [s, J, K], terms [s, K, D] -> bounds for [s, J, D].
+    """
+    if not terms.error.indices.size:
         return NO_ERROR
-    s, k, d = np.unravel_index(terms.spread.where, terms.values.shape)
+    s, k, d = np.unravel_index(terms.error.indices, terms.values.shape)
     streams, width = coefficients.shape[1], terms.values.shape[2]
     positions = (s[:, None] * streams + np.arange(streams)) * width + d[:, None]
-    amounts = np.abs(coefficients[s, :, k]) * terms.spread.amount[:, None]
-    where, back = np.unique(positions, return_inverse=True)
-    totals = np.bincount(back.reshape(-1), amounts.reshape(-1), len(where))
-    return SparseError(where, totals.astype(np.float64))
+    amounts = np.abs(coefficients[s, :, k]) * terms.error.bounds[:, None]
+    indices, inverse = np.unique(positions, return_inverse=True)
+    totals = np.bincount(inverse.reshape(-1), amounts.reshape(-1), len(indices))
+    return SparseError(indices, totals.astype(np.float64))
 
 
 def error_of_sums(
-    where: Indices, coefficients: F64, terms: BoundedValues, extra: SparseError
+    indices: Indices, coefficients: F64, terms: BoundedValues, from_terms: SparseError
 ) -> F64:
-    """How far the sums at flat indices of [s, J, D] may be off."""
-    s, j, d = np.unravel_index(where, (*coefficients.shape[:2], terms.values.shape[2]))
+    """Error bounds of the sums at flat indices of [s, J, D]: F64 [n].
+
+    from_terms: the part that `propagated_error` gives; the coefficients' rounding is added to it.
+    """
+    s, j, d = np.unravel_index(indices, (*coefficients.shape[:2], terms.values.shape[2]))
     sizes = (np.abs(coefficients[s, j]) * np.abs(terms.values[s, :, d])).sum(-1)
-    return np.asarray(FP32_HALF_ULP * (1 + 1e-6) * sizes + extra.at(where))
+    return np.asarray(FP32_HALF_ULP * (1 + 1e-6) * sizes + from_terms.at(indices))
 
 
 def bounded_sums(coefficients: F64, terms: BoundedValues) -> BoundedValues:
-    """The BF16 value of each sum, unsure where the sum is too close to a boundary.
+    """Sums rounded to BF16; those that may round to a neighbour as well have an error bound.
 
     coefficients [s, J, K], terms [s, K, D] -> [s, J, D].
     """
     sums: F64 = coefficients @ terms.values
     words = sums.astype(np.float32)
-    room = term_buffer(*sums.shape)
-    room[:, 1:] = round_f32(words)
-    extra = propagated_error(coefficients, terms)
-    where = _close(words, coefficients, terms, extra)
-    error = error_of_sums(where, coefficients, terms, extra)
-    at = sums.reshape(-1)[where]
-    low, high = to_f64(to_bf16(at - error)), to_f64(to_bf16(at + error))
-    unsure = low != high
-    return BoundedValues(room[:, 1:], SparseError(where[unsure], (high - low)[unsure]), room)
+    buffer = term_buffer(*sums.shape)
+    buffer[:, 1:] = round_f32(words)
+    from_terms = propagated_error(coefficients, terms)
+    indices = _near_boundary(words, coefficients, terms, from_terms)
+    error = error_of_sums(indices, coefficients, terms, from_terms)
+    near = sums.reshape(-1)[indices]
+    low, high = to_f64(to_bf16(near - error)), to_f64(to_bf16(near + error))
+    ambiguous = low != high
+    bounds = SparseError(indices[ambiguous], (high - low)[ambiguous])
+    return BoundedValues(buffer[:, 1:], bounds, buffer)
 
 
-def _close(words: F32, coefficients: F64, terms: BoundedValues, extra: SparseError) -> Indices:
-    """Flat indices of the sums that may lie within their error of a BF16 boundary (some too
-    many).
+def _near_boundary(
+    words: F32, coefficients: F64, terms: BoundedValues, from_terms: SparseError
+) -> Indices:
+    """Flat indices of the sums whose error bound may reach a rounding boundary of BF16.
+
+    A superset: the bound is taken from the largest magnitudes, which is cheap to compute.
     """
     largest = np.maximum(terms.values.max(-1), -terms.values.min(-1))[..., None]
     error = (np.abs(coefficients) @ largest * FP32_HALF_ULP * 1.01).astype(np.float32)
-    # the boundary of BF16 in the middle of the step that a word lies in
+    # between two BF16 neighbours the boundary is the midpoint, FP32 word 0x....8000
     middle = words.view(np.uint32) & np.uint32(0xFFFF0000)
     middle |= np.uint32(0x8000)
     distance = middle.view(np.float32)
     distance -= words
     np.abs(distance, out=distance)
-    # rounding to FP32 has moved the word by as much as half its last place
+    # the sum was rounded to FP32, which moved it by up to half an ulp
     error = error + np.abs(words).max(-1, keepdims=True) * np.float32(2**-24)
     near = np.flatnonzero(distance <= error)
-    return np.union1d(near, extra.where) if extra.where.size else near
+    return np.union1d(near, from_terms.indices) if from_terms.indices.size else near
 
 
 class BoundedComparison:
-    """Recorded values against sums with an error, in pieces; reports once."""
+    """Recorded BF16 values compared with sums that have an error bound, in pieces.
+
+    `close` reports at most one finding, with the first wrong value and how many there are.
+    """
 
     def __init__(self, block: BlockPass, rule: str, key: str, of: list[str]) -> None:
         self.block, self.rule, self.key, self.of = block, rule, key, of
-        self.count = self.accepted = self.wrong = 0
+        self.count = self.wrong = 0
         self.first: tuple[int, str, str] | None = None
 
     def add(self, start: int, found: Bits, coefficients: F64, terms: BoundedValues) -> None:
-        """Compare found bits [s, J, D] with the sums; `start`: flat index of the first one."""
+        """Compare bits [s, J, D] with the sums; `start`: flat index of the first one in the key."""
         sums: F64 = coefficients @ terms.values
         expected = to_bf16(sums)
         self.count += found.size
-        where = np.flatnonzero(~equal_values(found, expected).reshape(-1))
-        if not where.size:
+        differ = np.flatnonzero(~equal_values(found, expected).reshape(-1))
+        if not differ.size:
             return
-        error = error_of_sums(where, coefficients, terms, propagated_error(coefficients, terms))
-        at, seen = sums.reshape(-1)[where], ordinals(found.reshape(-1)[where])
-        fits = (ordinals(to_bf16(at - error)) <= seen) & (seen <= ordinals(to_bf16(at + error)))
-        self.accepted += int(fits.sum())
-        wrong = where[~fits]
+        error = error_of_sums(differ, coefficients, terms, propagated_error(coefficients, terms))
+        exact, seen = sums.reshape(-1)[differ], ordinals(found.reshape(-1)[differ])
+        low, high = ordinals(to_bf16(exact - error)), ordinals(to_bf16(exact + error))
+        wrong = differ[(seen < low) | (seen > high)]
         self.wrong += wrong.size
         if wrong.size and self.first is None:
             i = int(wrong[0])
@@ -163,7 +175,7 @@ class BoundedComparison:
             self.first = (start + i, shown[0], shown[1])
 
     def close(self) -> None:
-        """Report what was found."""
+        """Count the values under the rule, and report a finding if one was wrong."""
         findings = self.block.findings
         findings.applied(self.rule, [self.key, *self.of], self.count)
         if self.first is None:
@@ -180,14 +192,14 @@ class BoundedComparison:
 
 @dataclass(frozen=True)
 class Streams:
-    """What enters a block: where it comes from, and how to read some tokens of it."""
+    """The residual streams at a block's input. of: the keys that they are computed from."""
 
     block: BlockPass
     of: list[str]
 
     @classmethod
     def before(cls, block: BlockPass) -> "Streams | None":
-        """The streams that enter the block, or None where the file lacks what they are made of."""
+        """The input streams of a block, or None if the file lacks a key that they come from."""
         if block.is_mtp:
             of = [block.key("e_proj.out"), block.key("h_proj.out")]
         elif block.layer == 0:
@@ -197,20 +209,20 @@ class Streams:
         return cls(block, of) if block.tensors.has(*of) else None
 
     def read(self, start: int, stop: int) -> BoundedValues:
-        """BF16 values of some tokens: [s, M, D], all of them sure."""
+        """The streams of tokens start ... stop - 1: BF16 values [s, M, D] without error."""
         tensors, config = self.block.tensors, self.block.config
-        room = term_buffer(stop - start, config.hc_mult, config.dim)
+        buffer = term_buffer(stop - start, config.hc_mult, config.dim)
         values = to_f32(tensors.bits(self.of[0], start, stop))
         if self.block.is_mtp:
             sums = to_f64(tensors.bits(self.of[1], start, stop)) + values[:, None]
-            room[:, 1:] = to_f32(to_bf16(sums))
+            buffer[:, 1:] = to_f32(to_bf16(sums))
         else:
-            room[:, 1:] = values[:, None] if self.block.layer == 0 else values
-        return BoundedValues(room[:, 1:], room=room)
+            buffer[:, 1:] = values[:, None] if self.block.layer == 0 else values
+        return BoundedValues(buffer[:, 1:], buffer=buffer)
 
 
 def check_streams(block: BlockPass) -> None:
-    """Norms of the mixed streams, and the streams that leave the block."""
+    """Both norms of a block, and its output streams, recomputed from its input streams."""
     entering = Streams.before(block)
     if entering is None or not block.has("hc_attn.pre"):
         return
@@ -244,8 +256,9 @@ def check_streams(block: BlockPass) -> None:
 def middle_streams(
     block: BlockPass, x: BoundedValues, start: int, stop: int
 ) -> BoundedValues | None:
-    """The streams after attention from those before it, some tokens; None where keys are
-    missing.
+    """The streams between attention and experts of tokens start ... stop - 1: [s, M, D].
+
+    x: the input streams of these tokens. None if a key is missing.
     """
     if not block.has("hc_attn.post", "hc_attn.comb", "attn.out"):
         return None
@@ -253,57 +266,56 @@ def middle_streams(
 
 
 def _pre(block: BlockPass, name: str, start: int, stop: int) -> F64:
-    """`pre` of some tokens as coefficients [s, 1, M]."""
+    """`pre` of tokens start ... stop - 1 as coefficients [s, 1, M]."""
     return block.tensors.floats(block.key(f"{name}.pre"), start, stop).astype(np.float64)[:, None]
 
 
 def post_terms(
     block: BlockPass, name: str, result: str, x: BoundedValues, start: int, stop: int
 ) -> tuple[F64, BoundedValues]:
-    """Coefficients [s, M, 1 + M] and terms [s, 1 + M, D] of hc_post: the sublayer's result,
-    then the streams.
+    """hc_post as one sum: coefficients [s, M, 1 + M] and terms [s, 1 + M, D].
+
+    The first term is the sublayer's result (key `result`), the others are the streams x.
     """
     tensors = block.tensors
     post = tensors.floats(block.key(f"{name}.post"), start, stop).astype(np.float64)
     comb = tensors.floats(block.key(f"{name}.comb"), start, stop).astype(np.float64)
     coefficients = np.concatenate([post[..., None], comb.swapaxes(1, 2)], axis=2)
-    room = x.room
-    if room is None:
-        room = term_buffer(*x.values.shape)
-        room[:, 1:] = x.values
-    room[:, 0] = to_f32(tensors.bits(block.key(result), start, stop))
-    # an unsure stream k of token s is term k + 1 now
+    buffer = x.buffer
+    if buffer is None:
+        buffer = term_buffer(*x.values.shape)
+        buffer[:, 1:] = x.values
+    buffer[:, 0] = to_f32(tensors.bits(block.key(result), start, stop))
+    # stream k of token s is term k + 1 of the sum, so flat indices move by one row a token
     k, width = x.values.shape[1:]
-    moved = x.spread.where + (x.spread.where // (k * width) + 1) * width
-    return coefficients, BoundedValues(room, SparseError(moved, x.spread.amount))
+    moved = x.error.indices + (x.error.indices // (k * width) + 1) * width
+    return coefficients, BoundedValues(buffer, SparseError(moved, x.error.bounds))
 
 
 class _Norm:
-    """A norm whose input is the mixed streams and whose weight is unknown."""
+    """Bounds of the unknown weight of a norm whose input is the streams weighted by `pre`."""
 
     def __init__(self, block: BlockPass, rule: str, out: str, of: list[str]) -> None:
         self.block, self.rule, self.out = block, rule, out
-        self.votes = RowBounds(block.key(out), tuple(of), block.config.dim, discrete=True)
+        self.bounds = RowBounds(block.key(out), tuple(of), block.config.dim, discrete=True)
 
     def add(self, start: int, stop: int, y: BoundedValues) -> None:
-        """Take some tokens' mixed streams, [s, 1, D]."""
+        """Add the bounds that tokens start ... stop - 1 give; y: the norm's input, [s, 1, D]."""
         if self.block.has(self.out):
             out = self.block.tensors.bits(self.block.key(self.out), start, stop)
             values = y.values[:, 0].astype(np.float32)
-            unsure = y.spread.where, y.spread.amount
-            self.votes.add(*norm_bounds(out, values, self.block.config.norm_eps, unsure))
+            error = y.error.indices, y.error.bounds
+            self.bounds.add(*norm_bounds(out, values, self.block.config.norm_eps, error))
 
     def close(self) -> None:
-        """Judge the weight."""
-        if self.votes.rows:
+        """Hand the bounds on, to be judged with those of other passes."""
+        if self.bounds.rows:
             name = f"{self.block.weights}{self.out.removesuffix('.out')}.weight"
-            self.block.weight_bounds.add(self.rule, name, self.votes)
+            self.block.weight_bounds.add(self.rule, name, self.bounds)
 
 
 def check_mtp_input(block: BlockPass) -> None:
-    """What enters the MTP block: norms of embedding and streams, projections of equal inputs,
-    logits.
-    """
+    """MTP's own keys: its two input norms and projections, and the copies of its logits."""
     tensors = block.tensors
     norm(block, "enorm", "embed.out", "enorm.out")
     _check_hnorm(block)
@@ -322,17 +334,17 @@ def check_mtp_input(block: BlockPass) -> None:
 
 
 def _check_hnorm(block: BlockPass) -> None:
-    """The prefill norms every position's streams of the last layer, the decode step the last
-    position's.
+    """`hnorm` of the last layer's streams: the MTP prefill takes all positions, the MTP decode
+    step the last.
     """
     streams = f"layers.{block.config.n_layers - 1}.out"
     if not (block.has("hnorm.out") and streams in block.tensors):
         return
     tensors, dim, tokens = block.tensors, block.config.dim, block.step.tokens
     first = tensors.count(streams) - tokens
-    votes = RowBounds(block.key("hnorm.out"), (streams,), dim, discrete=True)
+    bounds = RowBounds(block.key("hnorm.out"), (streams,), dim, discrete=True)
     for start, stop in block.pieces(block.config.hc_mult * dim):
         x = to_f32(tensors.bits(streams, first + start, first + stop)).reshape(-1, dim)
         out = tensors.bits(block.key("hnorm.out"), start, stop).reshape(-1, dim)
-        votes.add(*norm_bounds(out, x, block.config.norm_eps))
-    block.weight_bounds.add("hnorm", f"{block.weights}hnorm.weight", votes)
+        bounds.add(*norm_bounds(out, x, block.config.norm_eps))
+    block.weight_bounds.add("hnorm", f"{block.weights}hnorm.weight", bounds)

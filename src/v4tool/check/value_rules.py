@@ -1,5 +1,7 @@
-"""Rules about single keys: finite and BF16 values as the file goes by; tables, gates and
-coefficients (SPEC 4 to 6).
+"""Rules about values of single keys: finite, BF16, index tables, gates, coefficients (SPEC 4-6).
+
+`ValueRules` takes the pieces of a file scan; `check_values` takes the tensors of one block pass.
+Left out: identities between keys.
 """
 
 import math
@@ -12,22 +14,18 @@ from v4tool.check.block_pass import BlockPass
 from v4tool.check.findings import Findings
 from v4tool.check.formulas import allowed_blocks
 from v4tool.names import Kind, has_indexer, table_offset, window_columns
-from v4tool.record.scan import Bytes, Piece
+from v4tool.record.scan import Piece
 
 INFINITY = np.int32(0x7F800000)
 NEGATIVE_INFINITY = np.uint32(0xFF800000)
 FP32_ULP = 2.0**-23
 ROWS_AT_ONCE = 256
 LARGEST_TABLE = 1 << 20
-"""Rows of keys and values for which duplicates are found by marking; damaged tables may name
-more.
-"""
+"""Largest index for which duplicates are found with a table of marks, which takes memory."""
 
 
 class ValueRules:
-    """`finite` and `bf16` for the FP32 keys of a file that goes by in pieces; one finding a key
-    and rule.
-    """
+    """The rules `finite` and `bf16` for all FP32 keys, from the pieces of a file scan."""
 
     def __init__(self, findings: Findings, kinds: dict[str, Kind]) -> None:
         self.findings, self.kinds = findings, kinds
@@ -36,7 +34,7 @@ class ValueRules:
         self._keys: dict[str, set[str]] = {"finite": set(), "bf16": set()}
 
     def take(self, piece: Piece) -> None:
-        """Judge some values of an FP32 tensor."""
+        """Check one piece of an FP32 tensor."""
         entry, words = piece.entry, piece.data.view(np.int32)
         if not words.size:
             return
@@ -60,7 +58,7 @@ class ValueRules:
         self._wrong.setdefault((key, rule), []).append((first, where.size, format_number(value)))
 
     def close(self) -> None:
-        """Report all findings and tallies."""
+        """Report the findings, one per key and rule, and what was checked."""
         for rule, keys in self._keys.items():
             self.findings.applied(rule, keys, self._values[rule])
         expected = {"finite": "finite values", "bf16": "values with 16 low bits of 0"}
@@ -71,13 +69,8 @@ class ValueRules:
             self.findings.report(key, rule, expected[rule], f"{value} at {where}; {count} values")
 
 
-def as_words(data: Bytes) -> bool:
-    """Whether some bytes are whole FP32 words where numpy can see them as such."""
-    return len(data) % 4 == 0
-
-
 def check_values(block: BlockPass) -> None:
-    """All rules about single keys of one block in one pass."""
+    """Apply all rules about single keys to one block in one pass."""
     check_tables(block)
     check_gate(block)
     for name in ("hc_attn", "hc_ffn"):
@@ -85,7 +78,7 @@ def check_values(block: BlockPass) -> None:
 
 
 def check_tables(block: BlockPass) -> None:
-    """Range, causality, -1 and duplicates of `topk_idxs` and `indexer.out`."""
+    """Range, causality, padding with -1 and duplicates of `topk_idxs` and `indexer.out`."""
     config, step = block.config, block.step
     offset = table_offset(config, step)
     if block.has(TABLE):
@@ -105,7 +98,7 @@ def check_tables(block: BlockPass) -> None:
 
 
 def _check_blocks(block: BlockPass, name: str, part: Ints, offset: int) -> None:
-    """Compressed blocks: those complete for the query, as many as are allowed and fit."""
+    """Columns of compressed blocks: only blocks complete for the query, as many as fit."""
     allowed = allowed_blocks(block.step, block.ratio)
     newest = offset + allowed[:, None] - 1
     _check_part(block, name, part, offset, newest, np.minimum(allowed, part.shape[1]))
@@ -114,7 +107,7 @@ def _check_blocks(block: BlockPass, name: str, part: Ints, offset: int) -> None:
 def _check_part(
     block: BlockPass, name: str, part: Ints, first: int, newest: Ints | int, lengths: Ints
 ) -> None:
-    """Entries between first and newest, and as many of them as there must be; the rest -1."""
+    """Each row has `lengths` entries between first and newest; the others are -1."""
     key = block.key(name)
     block.findings.applied("index range", [key], part.size)
     real = part >= 0
@@ -142,9 +135,7 @@ def _check_duplicates(block: BlockPass, name: str, table: Ints) -> None:
 
 
 def _with_duplicates(table: Ints) -> Ints:
-    """Rows in which an index from 0 up comes twice, by marking what is there: int64 [s, m] ->
-    [n].
-    """
+    """Rows of a table in which an index that is not negative occurs twice: int64 [s, m] -> [n]."""
     real = table >= 0
     if not real.any() or table.max() > LARGEST_TABLE:
         ordered = np.sort(table, axis=1)
@@ -160,9 +151,9 @@ def _shown(row: Ints) -> str:
 
 
 def check_gate(block: BlockPass) -> None:
-    """Experts in range and different; gate weights positive, summing to route_scale.
+    """Experts in range and distinct; gate weights not negative, with the sum route_scale.
 
-    The sum is bounded by the rounding of each weight to FP32.
+    The sum may differ by the rounding of each weight to FP32.
     """
     config, tensors = block.config, block.tensors
     if block.has("ffn.gate.out.1"):
@@ -193,7 +184,7 @@ def check_gate(block: BlockPass) -> None:
 
 
 def check_coefficients(block: BlockPass, name: str) -> None:
-    """Ranges of `pre` and `post`, and how nearly doubly stochastic `comb` is."""
+    """Ranges of `pre` and `post`, and row and column sums of `comb`."""
     tensors, eps = block.tensors, block.config.hc_eps
     for part, low, high in (("pre", 0.0, 1 + eps), ("post", 0.0, 2.0)):
         key = block.key(f"{name}.{part}")
@@ -235,8 +226,7 @@ def _check_comb(block: BlockPass, key: str, comb: F64) -> None:
 def projective_diameter(comb: F64) -> F64:
     """The projective diameter of each matrix: log of its largest cross-ratio, [s, M, M] -> [s].
 
-    Scaling rows and columns does not change it, so the end of the iteration tells it of the
-    beginning.
+    Scaling rows and columns does not change it, so the iteration's result has that of its input.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(comb)
@@ -246,23 +236,21 @@ def projective_diameter(comb: F64) -> F64:
 
 
 def row_residual(comb: F64, iterations: int, eps: float) -> F64:
-    """How far a row's sum may be from 1 after the last column step: [s, M, M] -> [s].
+    """Bound of |row sum - 1| after the last column step: [s, M, M] -> [s].
 
-    Birkhoff: a positive matrix contracts Hilbert's metric by k = tanh(spread / 4), so each half
-    step brings the row sums nearer to each other by k; after softmax (entries eps ... 1 + eps)
-    they are at most log((1 + eps) / eps) apart. On top of it come the eps in each division, M *
-    eps a half step with a geometric sum, and FP32.
+    Birkhoff's theorem: a positive matrix contracts Hilbert's metric by k = tanh(diameter / 4), so
+    each half step reduces the distance between row sums by the factor k; after the softmax (entries
+    eps ... 1 + eps) it is at most log((1 + eps) / eps). Added are the eps in each division, M * eps
+    per half step as a geometric sum, and the rounding to FP32.
     """
     m = comb.shape[-1]
     k = np.tanh(projective_diameter(comb) / 4)
-    apart = math.log((1 + eps) / eps) * k ** (2 * iterations - 1)
-    kept = np.minimum(1 / np.maximum(1 - k, 1e-300), 2.0 * iterations)
-    return np.asarray(np.expm1(np.minimum(apart + 2 * m * eps * kept, 50)) + m * FP32_ULP)
+    distance = math.log((1 + eps) / eps) * k ** (2 * iterations - 1)
+    steps = np.minimum(1 / np.maximum(1 - k, 1e-300), 2.0 * iterations)
+    return np.asarray(np.expm1(np.minimum(distance + 2 * m * eps * steps, 50)) + m * FP32_ULP)
 
 
 def column_residual(comb: F64, eps: float) -> F64:
-    """How far a column's sum may be from 1: the eps beside its sum in the last division, and
-    FP32.
-    """
+    """Bound of |column sum - 1|: the eps in the last division, and the rounding to FP32."""
     m = comb.shape[-1]
     return np.full(len(comb), m * eps + m * FP32_ULP)

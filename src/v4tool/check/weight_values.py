@@ -1,7 +1,8 @@
-"""Conversion of checkpoint tensors to numpy and back, and the comparison of FP32 sums.
+"""Conversion of checkpoint tensors to NumPy and back, and the comparison of FP32 sums.
 
-Shared by the modules that check recorded values against weights (`weights`, `products`,
-`coefficients`) and by the kernel tests (`kernels`). Left out: which weight belongs to which key.
+Used by the modules that check recorded values against weights (`weights`, `products`,
+`coefficients`) and by the tests of the kernels (`kernels`). Left out: which weight belongs to which
+key.
 """
 
 from collections.abc import Sequence
@@ -17,23 +18,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ULPS = 1
-"""How far apart two FP32 values may be that were rounded from sums in another order (SPEC 8)."""
+"""Largest distance of FP32 values rounded from binary64 sums in another order (SPEC 8)."""
 
 
 def to_bits(values: "Tensor") -> Bits:
-    """A BF16 tensor as bits."""
+    """A BF16 tensor as 16-bit patterns of the same shape."""
     import torch
 
     return values.contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
 def to_numpy(values: "Tensor") -> F64:
-    """A BF16 or FP32 tensor in binary64."""
+    """A BF16 or FP32 tensor as a binary64 array of the same shape."""
     return np.asarray(values.double().numpy())
 
 
 def to_tensor(bits: Bits) -> "Tensor":
-    """Bits as a BF16 tensor."""
+    """16-bit patterns as a BF16 tensor of the same shape."""
     import torch
 
     return torch.from_numpy(np.ascontiguousarray(bits).view(np.int16)).view(torch.bfloat16)
@@ -48,8 +49,10 @@ def compare_sums(
     size: F64,
     of: Sequence[str],
 ) -> None:
-    """FP32 values rounded from binary64 sums: within 1 ulp, or within the last bits of the
-    terms' sizes.
+    """Report where FP32 values differ from binary64 sums by more than the order of summation may.
+
+    Allowed is 1 ulp of FP32, or 1e-14 of size, the sum of the terms' magnitudes; of: the keys that
+    the sums come from.
     """
     findings.applied(rule, [key, *of], found.size)
     gap = np.abs(found.astype(np.float64) - expected)

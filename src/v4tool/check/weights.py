@@ -1,9 +1,9 @@
 """Checks of a recording against the checkpoint: embedding rows, hash routing, logits and norms.
 
-Embedding rows and the experts of hash layers are looked up again, logits are multiplied again in
-binary64, and the weights of norms and the attention sinks must lie in the bounds that the
-recording gives. With `deep`, `products` recomputes every product with a weight. A recording of
-another checkpoint is a finding. Follows SPEC section 5.
+Embedding rows and the experts of hash layers are looked up again, logits are recomputed in
+binary64, and the weights of norms and the attention sinks must lie in the bounds derived from the
+recording (`weight_bounds`). With `deep`, `products` recomputes every product with a weight. A
+recording of another checkpoint is a finding. Follows SPEC section 5.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from v4tool.checkpoint.shards import Checkpoint
 
 MATRIX_ROWS = 8192
-"""Rows of the output matrix that are in memory at a time."""
+"""Rows of `head.weight` that are in memory at a time."""
 
 
 def check_weights(
@@ -39,7 +39,7 @@ def check_weights(
     *,
     deep: bool,
 ) -> None:
-    """All checks that take the checkpoint; `deep`: every product with a weight as well."""
+    """Run all checks that take the checkpoint; deep: recompute every product with a weight."""
     check_fingerprint(tensors, findings, checkpoint)
     if not blocks:
         return
@@ -48,13 +48,13 @@ def check_weights(
         stored.embeddings()
         stored.hash_routing()
         stored.logits()
-        weight_bounds.compare(lambda name: known_weight(checkpoint, name))
+        weight_bounds.compare_stored(lambda name: known_weight(checkpoint, name))
         if deep:
             check_products(blocks, tensors, findings, checkpoint)
 
 
 def check_fingerprint(tensors: FileTensors, findings: Findings, checkpoint: "Checkpoint") -> None:
-    """The recording's checkpoint is the one at hand."""
+    """Check that the recording states the fingerprint of this checkpoint."""
     stated = tensors.header.metadata.get("checkpoint_fingerprint")
     if stated is not None:
         findings.applied("fingerprint", tensors.header.entries)
@@ -64,15 +64,13 @@ def check_fingerprint(tensors: FileTensors, findings: Findings, checkpoint: "Che
 
 
 def known_weight(checkpoint: "Checkpoint", name: str) -> F64 | None:
-    """A norm's weight or a layer's sinks in binary64, or None where the checkpoint has no such
-    tensor.
-    """
+    """A norm's weight or a layer's sinks in binary64; None if the checkpoint has no such tensor."""
     return to_numpy(checkpoint.read(name)).reshape(-1) if name in checkpoint else None
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The keys of one recording that follow from a stored weight without any quantised product."""
+    """Checks of one recording that take a stored weight but no quantised product."""
 
     blocks: Sequence[BlockPass]
     expected: Expectation
@@ -81,11 +79,11 @@ class StoredWeights:
     checkpoint: "Checkpoint"
 
     def embeddings(self) -> None:
-        """Every `embed.out` holds the rows of `embed.weight` for its token ids."""
+        """Check that every `embed.out` is the rows of `embed.weight` for its token ids."""
         for key, rows, ids in recorded_embeddings(self.expected, self.blocks, self.tensors):
             if ids and self._in_vocabulary(ids):
-                fresh = to_bits(self.checkpoint.gather_rows("embed.weight", ids))
-                self.findings.compare("embedding", key, rows, fresh, ["embed.weight"])
+                looked_up = to_bits(self.checkpoint.gather_rows("embed.weight", ids))
+                self.findings.compare("embedding", key, rows, looked_up, ["embed.weight"])
             elif ids:
                 limit = f"ids below {self.checkpoint.config.vocab_size}"
                 self.findings.report(key, "embedding", limit, f"{ids[:6]}")
@@ -94,7 +92,7 @@ class StoredWeights:
         return all(0 <= i < self.checkpoint.config.vocab_size for i in ids)
 
     def hash_routing(self) -> None:
-        """The experts of hash layers are the rows of `tid2eid` for the token ids."""
+        """Check that the experts of hash layers are the rows of `tid2eid` for the token ids."""
         for block in self.blocks:
             if not block.config.is_hash(block.layer) or not block.has("ffn.gate.out.1"):
                 continue
@@ -106,9 +104,7 @@ class StoredWeights:
                 self.findings.equal("hash routing", key, found, table, [name])
 
     def logits(self) -> None:
-        """Every `head.out` is `head.weight` times the last row of `norm.out`, within 1 ulp of
-        FP32.
-        """
+        """Check that every `head.out` is `head.weight` times the last row of `norm.out`."""
         prefixes = dict.fromkeys(block.pass_prefix for block in self.blocks)
         pairs = [(f"{p}norm.out", f"{p}head.out") for p in prefixes]
         pairs = [(x, y) for x, y in pairs if self.tensors.has(x, y)]

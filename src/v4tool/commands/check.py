@@ -60,7 +60,7 @@ def check(
     ] = False,
     partial: PartialOption = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="List the identities and the keys they tie.")
+        bool, typer.Option("--explain", help="List the identities and the keys that they cover.")
     ] = False,
     port: Annotated[
         bool, typer.Option("--port", help="Check the port on the checkpoint, not a recording.")
@@ -129,7 +129,7 @@ def show_explanation(profile: "Profile", case: list[str] | None, as_json: bool) 
         print_json(asdict(explanation))
         return
     tables.show(report.identities_table(explanation))
-    tables.show(report.loose_table(explanation))
+    tables.show(report.weights_only_table(explanation))
 
 
 def check_the_port(

@@ -20,11 +20,11 @@ import numpy as np
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from v4tool import __version__
 from v4tool.config import ModelConfig
 from v4tool.errors import OutputError, RecordingError
 from v4tool.names import has_indexer, is_expert, pass_of
 from v4tool.record.scan import FileScan, Header, Piece, read_header
+from v4tool.version import __version__
 
 MANIFEST = "prompts.json"
 LOCK_SECONDS = 60.0

@@ -31,14 +31,14 @@ def finding_lines(result: "CheckResult") -> Iterator[str]:
 
 def summary_table(results: Iterable["CheckResult"]) -> Table:
     """One line a recording."""
-    right = ("keys", "tied", "findings", "read", "time")
-    table = plain_table("recording", "keys", "tied", "findings", "read", "time", "result",
-                        right=right, spare=("read", "time", "tied", "keys"))  # fmt: skip
+    right = ("keys", "covered", "findings", "read", "time")
+    table = plain_table("recording", "keys", "covered", "findings", "read", "time", "result",
+                        right=right, spare=("read", "time", "covered", "keys"))  # fmt: skip
     for result in results:
         table.add_row(
             result.path.name,
             str(result.keys),
-            str(result.tied),
+            str(result.covered),
             str(len(result.findings)),
             size(result.bytes_read),
             seconds(sum(result.seconds.values())),
@@ -58,9 +58,9 @@ def identities_table(explanation: "Explanation") -> Table:
     return table
 
 
-def loose_table(explanation: "Explanation") -> Table:
-    """The keys that only weights can tie."""
-    table = plain_table("tied by weights alone (check --deep, verify)", "keys", right=("keys",))
+def weights_only_table(explanation: "Explanation") -> Table:
+    """The keys that no identity covers without weights."""
+    table = plain_table("covered by weights only (check --deep, verify)", "keys", right=("keys",))
     for name, count in explanation.only_weights.items():
         table.add_row(name, str(count))
     return table

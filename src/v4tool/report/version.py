@@ -2,7 +2,7 @@
 
 import platform
 
-from v4tool import __version__
+from v4tool.version import __version__
 
 
 def version_lines(verbose: bool) -> list[str]:
