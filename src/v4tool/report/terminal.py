@@ -42,7 +42,8 @@ def terminal_width() -> int | None:
 
 def show(thing: RenderableType) -> None:
     """Print a table or a tree to stdout."""
-    Console(width=terminal_width() or UNLIMITED).print(thing)
+    # rich takes a dumb terminal's width only together with a height
+    Console(width=terminal_width() or UNLIMITED, height=25).print(thing)
 
 
 def total(widths: Iterable[int]) -> int:
@@ -70,7 +71,7 @@ class NarrowingTable(Table):
     """
 
     def __init__(self, spare: Sequence[str] = (), prose: Sequence[str] = ()) -> None:
-        super().__init__(box=None, pad_edge=False, header_style="bold", caption_justify="left")
+        super().__init__(box=None, pad_edge=False, header_style="bold")
         self.spare, self.prose = spare, prose
 
     def add_row(self, *cells: str | Text) -> None:  # type: ignore[override]
@@ -95,9 +96,9 @@ class NarrowingTable(Table):
             keep_whole = fits or (i == 0 and widths[str(column.header)] <= width // 2)
             table.columns.append(replace(column, _index=i, no_wrap=keep_whole))
         table.rows = self.rows
-        if gone:
-            table.caption = f"(too narrow for: {', '.join(gone)})"
         yield from Table.__rich_console__(table, console, options)
+        if gone:  # a caption would be wrapped to the width of the table
+            yield Text(f"(too narrow for: {', '.join(gone)})", "dim italic")
 
 
 def plain_table(
