@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from v4tool.config_fields import RELEASE_NAMES, ModelFields, explain
 from v4tool.errors import ConfigError
 from v4tool.file_kinds import json_text
+from v4tool.untrusted import kind_of, parse_json, read_small, shortened
 
 if TYPE_CHECKING:
     import torch
@@ -55,10 +56,10 @@ class ModelConfig(ModelFields):
         field.
         """
         path = Path(path)
-        if path.is_dir():
+        if kind_of(path) == "a directory":
             path = path / "config.json"
         try:
-            text = json_text(path.read_bytes())
+            text = json_text(read_small(path))
         except FileNotFoundError:
             raise ConfigError(f"{path}: there is no such file") from None
         except (OSError, UnicodeDecodeError) as e:
@@ -66,8 +67,8 @@ class ModelConfig(ModelFields):
         except ValueError as e:
             raise ConfigError(f"{path}: {e}") from None
         try:
-            raw = json.loads(text, object_pairs_hook=_no_duplicates)
-        except (ValueError, RecursionError) as e:
+            raw = parse_json(text)
+        except ValueError as e:
             raise ConfigError(f"{path}: is no valid JSON: {e}") from None
         return cls.from_dict(raw, str(path))
 
@@ -163,15 +164,6 @@ class Numerics(BaseModel):
         return torch.float64 if self.accumulate == "float64" else torch.float32
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        names = [k for k, _ in pairs]
-        twice = sorted({k for k in names if names.count(k) > 1})
-        raise ValueError(f"duplicate key {', '.join(twice)}")
-    return out
-
-
 def _refuse_other_schema(d: dict[str, Any], source: str) -> None:
     newer = [k for k in _NEWER_SCHEMA if k in d]
     if newer:
@@ -182,7 +174,8 @@ def _refuse_other_schema(d: dict[str, Any], source: str) -> None:
     for field, wanted in _CONTRADICTIONS.items():
         if field in d and d[field] != wanted:
             raise ConfigError(
-                f"{source}: {field}: expected {json.dumps(wanted)}, found {json.dumps(d[field])}"
+                f"{source}: {field}: expected {json.dumps(wanted)}, "
+                f"found {shortened(json.dumps(d[field]))}"
             )
 
 

@@ -6,14 +6,13 @@ Left out: reading the file and what follows from the fields (`config`).
 """
 
 import reprlib
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
-    NonNegativeInt,
+    Field,
     PositiveFloat,
-    PositiveInt,
     ValidationError,
     model_validator,
 )
@@ -26,6 +25,11 @@ FP4_GROUP = 32
 """Elements per scale of an FP4 weight along `in` and of `fp4_act_quant` (SPEC 2 and 3)."""
 RATIOS = (0, 4, 128)
 """SPEC says for these ratios alone whether blocks overlap and an indexer chooses them (only 4)."""
+
+MAX_SIZE = 2**31 - 1
+"""Of a single dimension or count."""
+MAX_EXPERTS = 1_000_000
+"""Of routed experts in all layers together (the release has 11,008); each is six tensors' names."""
 
 RELEASE_NAMES = {
     "dim": "hidden_size",
@@ -71,50 +75,54 @@ RELEASE_NAMES = {
 """Short name -> path of the field in `config.json`, dots for nesting."""
 
 
+Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
+SizeOrNone = Annotated[int, Field(ge=0, le=MAX_SIZE)]
+
+
 class ModelFields(BaseModel):
     """The model's dimensions and constants under short names, frozen (SPEC section 1)."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
-    dim: PositiveInt
-    n_layers: PositiveInt
-    n_mtp_layers: NonNegativeInt
-    n_hash_layers: NonNegativeInt
-    vocab_size: PositiveInt
-    n_heads: PositiveInt
-    head_dim: PositiveInt
-    rope_head_dim: PositiveInt
-    q_lora_rank: PositiveInt
-    o_groups: PositiveInt
-    o_lora_rank: PositiveInt
-    moe_inter_dim: PositiveInt
-    n_routed_experts: PositiveInt
+    dim: Size
+    n_layers: Size
+    n_mtp_layers: SizeOrNone
+    n_hash_layers: SizeOrNone
+    vocab_size: Size
+    n_heads: Size
+    head_dim: Size
+    rope_head_dim: Size
+    q_lora_rank: Size
+    o_groups: Size
+    o_lora_rank: Size
+    moe_inter_dim: Size
+    n_routed_experts: Size
     n_shared_experts: Literal[1]
-    n_activated_experts: PositiveInt
+    n_activated_experts: Size
     score_func: Literal["sqrtsoftplus"]
     route_scale: PositiveFloat
     swiglu_limit: PositiveFloat
     norm_eps: PositiveFloat
-    window_size: PositiveInt
-    compress_ratios: tuple[NonNegativeInt, ...]
+    window_size: Size
+    compress_ratios: tuple[SizeOrNone, ...]
     rope_theta: PositiveFloat
     compress_rope_theta: PositiveFloat
     rope_type: Literal["yarn"]
     rope_factor: PositiveFloat
-    original_seq_len: PositiveInt
+    original_seq_len: Size
     beta_fast: PositiveFloat
     beta_slow: PositiveFloat
-    index_n_heads: PositiveInt
-    index_head_dim: PositiveInt
-    index_topk: PositiveInt
-    hc_mult: PositiveInt
-    hc_sinkhorn_iters: PositiveInt
+    index_n_heads: Size
+    index_head_dim: Size
+    index_topk: Size
+    hc_mult: Size
+    hc_sinkhorn_iters: Size
     hc_eps: PositiveFloat
     expert_dtype: Literal["fp4"]
     fp8_fmt: Literal["e4m3"]
     scale_fmt: Literal["ue8m0"]
-    fp8_block: tuple[PositiveInt, PositiveInt]
-    max_seq_len: PositiveInt
+    fp8_block: tuple[Size, Size]
+    max_seq_len: Size
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -203,6 +211,14 @@ def _check_routing(c: ModelFields) -> list[str]:
                 "n_activated_experts",
                 f"at most n_routed_experts {c.n_routed_experts}",
                 c.n_activated_experts,
+            )
+        )
+    if c.n_layers * c.n_routed_experts > MAX_EXPERTS:
+        out.append(
+            _wrong(
+                "n_routed_experts",
+                f"at most {MAX_EXPERTS} experts in all of {c.n_layers} layers",
+                c.n_routed_experts,
             )
         )
     if c.n_hash_layers > c.n_layers:

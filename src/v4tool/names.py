@@ -23,8 +23,8 @@ Kind = Literal["bf16", "acc", "int"]
 Shape = tuple[int | None, ...]
 
 ITEMSIZE = {"F32": 4, "I32": 4, "I64": 8}
-EXPERT = re.compile(r"(?<=ffn\.)experts\.(\d+|<E>)\.")
-PASS = re.compile(r"decode\.\d+\.|mtp\.\d+\.(prefill|decode)\.")
+EXPERT = re.compile(r"(?<=ffn\.)experts\.(\d{1,9}|<E>)\.")
+PASS = re.compile(r"decode\.\d{1,9}\.|mtp\.\d+\.(prefill|decode)\.")
 INDEXED_RATIO = 4
 EXPERT_OUTPUTS = ("w1.out", "w3.out", "w2.out", "out")
 
@@ -354,7 +354,7 @@ def most_tensors(config: ModelConfig, keys: Keys, length: int) -> int:
 
 def layer_of(key: str) -> int | None:
     """The main layer that a key belongs to, or None (embedding, head, MTP)."""
-    match = re.match(r"(?:decode\.\d+\.)?layers\.(\d+)\.", key)
+    match = re.match(r"(?:decode\.\d{1,9}\.)?layers\.(\d{1,9})\.", key)
     return int(match[1]) if match else None
 
 

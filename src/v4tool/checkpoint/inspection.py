@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from v4tool.checkpoint.header import Entry
 from v4tool.checkpoint.layout import TensorSpec, layout
 from v4tool.checkpoint.tensor_index import TensorIndex, catalogue, some
 from v4tool.config import ModelConfig
+from v4tool.safetensors_header import Entry
 
 Status = Literal["ok", "missing", "unexpected", "different", "extra"]
 """`extra`: unknown to the layout but harmless, `unexpected`: unknown and a reason to refuse."""

@@ -24,6 +24,7 @@ from v4tool.config import ModelConfig
 from v4tool.errors import OutputError, RecordingError
 from v4tool.names import has_indexer, is_expert, pass_of
 from v4tool.record.scan import FileScan, Header, Piece, read_header
+from v4tool.untrusted import read_small
 from v4tool.version import __version__
 
 MANIFEST = "prompts.json"
@@ -141,7 +142,7 @@ class Manifest(_Frozen):
         """Read a directory's manifest; empty if there is none. RecordingError if it is damaged."""
         path = Path(directory) / MANIFEST
         try:
-            return cls.model_validate_json(path.read_bytes())
+            return cls.model_validate_json(read_small(path))
         except FileNotFoundError:
             return cls()
         except OSError as error:
@@ -152,6 +153,8 @@ class Manifest(_Frozen):
             raise RecordingError(
                 f"{path}: {where}: {first['msg']}; {error.error_count()} problems in all"
             ) from None
+        except ValueError as error:
+            raise RecordingError(f"{path}: cannot be read: {error}") from None
 
     def entry_of(self, case_id: str, recording: Path | str) -> Entry | None:
         """The entry that describes a recording: the pending one if its header hash is equal."""
