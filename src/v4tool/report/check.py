@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from v4tool.report.tables import plain_table
+from v4tool.report.terminal import plain_table
 from v4tool.report.units import seconds, size
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def summary_table(results: Iterable["CheckResult"]) -> Table:
     """One line a recording."""
     right = ("keys", "covered", "findings", "read", "time")
     table = plain_table("recording", "keys", "covered", "findings", "read", "time", "result",
-                        right=right)  # fmt: skip
+                        right=right, spare=("read", "time", "covered", "keys"))  # fmt: skip
     for result in results:
         table.add_row(
             result.path.name,
@@ -49,7 +49,10 @@ def summary_table(results: Iterable["CheckResult"]) -> Table:
 
 def identities_table(explanation: "Explanation") -> Table:
     """Every identity, what it takes and how many keys it covers."""
-    table = plain_table("identity", "keys", "needs", "says", right=("keys",))
+    table = plain_table(
+        "identity", "keys", "needs", "says", right=("keys",), spare=("needs", "says"),
+        prose=("says",),
+    )  # fmt: skip
     for row in explanation.identities:
         table.add_row(row.id, str(row.keys), row.needs, row.says)
     return table
@@ -65,7 +68,9 @@ def weights_only_table(explanation: "Explanation") -> Table:
 
 def port_table(rows: Iterable["PortRow"]) -> Table:
     """What the port's self-check saw."""
-    table = plain_table("check", "result", "time", "seen", right=("time",))
+    table = plain_table(
+        "check", "result", "time", "seen", right=("time",), spare=("time",), prose=("seen",)
+    )
     for row in rows:
         table.add_row(row.name, row.status, seconds(row.seconds), row.detail)
     return table
@@ -75,7 +80,8 @@ def anchors_table(rows: Iterable["AnchorRow"]) -> Table:
     """The published next tokens beside those found; log-probabilities in nats."""
     right = ("expected id", "found id", "log-probability")
     table = plain_table("anchor", "expected id", "found id", "published", "log-probability",
-                        "margin", "result", right=right)  # fmt: skip
+                        "margin", "result", right=right,
+                        spare=("margin", "published", "log-probability"))  # fmt: skip
     for row in rows:
         low, high = row.published or (None, None)
         table.add_row(
@@ -92,7 +98,10 @@ def anchors_table(rows: Iterable["AnchorRow"]) -> Table:
 
 def plan_table(planned: Iterable["Planned"]) -> Table:
     """What `regen` would do with each case."""
-    table = plain_table("case", "tokens", "file", "would be", right=("tokens",))
+    table = plain_table(
+        "case", "tokens", "file", "would be", right=("tokens",), spare=("tokens", "file"),
+        prose=("would be",),
+    )  # fmt: skip
     for one in planned:
         fate = f"left alone: {one.left_alone}" if one.left_alone else "made anew"
         table.add_row(one.entry.id, str(one.entry.length), one.entry.file, fate)
@@ -101,7 +110,10 @@ def plan_table(planned: Iterable["Planned"]) -> Table:
 
 def regen_table(results: Iterable["RegenResult"]) -> Table:
     """Which references came out the same, passed, and took the old one's place."""
-    table = plain_table("case", "payload", "check", "verify", "old reference", "file")
+    table = plain_table(
+        "case", "payload", "check", "verify", "old reference", "file",
+        spare=("file", "old reference"), prose=("file",),
+    )  # fmt: skip
     for result in results:
         table.add_row(
             result.case,
