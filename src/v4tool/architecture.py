@@ -59,7 +59,9 @@ V4 = Architecture(
     config="v4tool.config_v4:V4Config",
     layout="v4tool.checkpoint.layout_v4:v4_shards",
     keys="v4tool.names_v4",
-    commands=frozenset({"check", "check --port", "dump", "regen", "synth", "verify"}),
+    commands=frozenset(
+        {"check", "check --port", "dump", "list keys --where", "regen", "synth", "verify"}
+    ),
     draft_marks=("mtp.0.enorm.weight", "mtp.0.hnorm.weight"),
 )
 V41 = Architecture(
