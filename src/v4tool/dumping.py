@@ -34,7 +34,8 @@ from v4tool.names import (
 )
 from v4tool.profiles import Case, Profile, validate_ids
 from v4tool.quant.linear import backend_in_use
-from v4tool.record import manifest
+from v4tool.record.manifest import Run
+from v4tool.record.statistics import record_dump
 from v4tool.record.writer import RecordingWriter
 from v4tool.version import __version__
 
@@ -321,10 +322,10 @@ def _finish(
     )
 
 
-def run_of(profile: Profile, result: DumpResult) -> manifest.Run:
+def run_of(profile: Profile, result: DumpResult) -> Run:
     """What the manifest keeps of the run that recorded a case."""
     case = result.case
-    return manifest.Run(
+    return Run(
         id=case.id,
         subject=case.subject,
         text=case.text,
@@ -345,7 +346,7 @@ def enter_in_manifest(profile: Profile, config: ModelConfig, results: Iterable[D
     """Describe finished recordings in the `prompts.json` beside them (see `record.manifest`)."""
     for result in results:
         run = run_of(profile, result)
-        manifest.record_dump(result.path.parent, result.path, config, run)
+        record_dump(result.path.parent, result.path, config, run)
 
 
 def is_one_file(out: Path | None) -> bool:

@@ -19,7 +19,8 @@ from v4tool.checkpoint.shards import Checkpoint
 from v4tool.dumping import DumpResult, NoProgress, Progress, dump_cases, run_of
 from v4tool.errors import Finding, InputError, OutputError
 from v4tool.profiles import Case, Profile
-from v4tool.record.manifest import Entry, Manifest, describe, replace_recording
+from v4tool.record.manifest import Entry, Manifest, replace_recording
+from v4tool.record.statistics import describe
 from v4tool.verify.recording import verify_file
 
 LEFT_ALONE = ("baseline6",)
