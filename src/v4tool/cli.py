@@ -7,6 +7,7 @@ inside the commands, so that `--help` starts fast.
 
 import atexit
 import gc
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -57,6 +58,8 @@ def main(run: Callable[[], None] = app) -> None:
     gc.set_threshold(1_000_000, 20, 20)
     atexit.register(gc.freeze)
     use_robust_streams()
+    if "COLUMNS" in os.environ:  # rich takes it on a dumb terminal only where LINES is set too
+        os.environ.setdefault("LINES", "25")
     try:
         try:
             run()

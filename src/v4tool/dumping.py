@@ -34,7 +34,8 @@ from v4tool.names import (
 )
 from v4tool.profiles import Case, Profile, validate_ids
 from v4tool.quant.linear import backend_in_use
-from v4tool.record import manifest
+from v4tool.record.manifest import Run
+from v4tool.record.statistics import record_dump
 from v4tool.record.writer import RecordingWriter
 from v4tool.version import __version__
 
@@ -61,6 +62,7 @@ class Selection:
 
     def keys(self, config: ModelConfig, case: Case) -> Keys:
         """The keys of a case to record. InputError for a pattern or layer that matches none."""
+        config.architecture.require("dump")
         experts = config.n_routed_experts
         mtp = self.mtp and config.mtp_supported
         every = recording_keys(config, len(case.input_ids), case.decode, mtp=mtp)
@@ -317,10 +319,10 @@ def _finish(
     )
 
 
-def run_of(profile: Profile, result: DumpResult) -> manifest.Run:
+def run_of(profile: Profile, result: DumpResult) -> Run:
     """The fields of a manifest entry that come from the run rather than from the file."""
     case = result.case
-    return manifest.Run(
+    return Run(
         id=case.id,
         subject=case.subject,
         text=case.text,
@@ -341,7 +343,7 @@ def enter_in_manifest(profile: Profile, config: ModelConfig, results: Iterable[D
     """Add finished recordings to the manifest of their directory (see `record.manifest`)."""
     for result in results:
         run = run_of(profile, result)
-        manifest.record_dump(result.path.parent, result.path, config, run)
+        record_dump(result.path.parent, result.path, config, run)
 
 
 def is_one_file(out: Path | None) -> bool:

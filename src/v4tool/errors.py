@@ -24,6 +24,10 @@ class ConfigError(V4ToolError):
     """A checkpoint's `config.json` has a missing, contradictory or invalid field."""
 
 
+class UnsupportedError(V4ToolError):
+    """What is asked for is not defined for the model's architecture."""
+
+
 class ProfileError(V4ToolError):
     """A profile, case or setting is invalid or missing."""
 

@@ -19,7 +19,8 @@ from v4tool.checkpoint.shards import Checkpoint
 from v4tool.dumping import DumpResult, NoProgress, Progress, dump_cases, run_of
 from v4tool.errors import Finding, InputError, OutputError
 from v4tool.profiles import Case, Profile
-from v4tool.record.manifest import Entry, Manifest, describe, replace_recording
+from v4tool.record.manifest import Entry, Manifest, replace_recording
+from v4tool.record.statistics import describe
 from v4tool.verify.recording import verify_file
 
 LEFT_ALONE = ("baseline6",)
@@ -141,6 +142,7 @@ def regenerate(
     verify: called with each new recording, in a temporary directory. OutputError if files cannot be
     written or another regen is running in the directory.
     """
+    checkpoint.config.architecture.require("regen")
     entries = [p.entry for p in planned if p.left_alone is None]
     if not entries:
         return []

@@ -76,12 +76,16 @@ def _whole(digits: str) -> int:
 
 def unique_keys(pairs: Pairs) -> dict[str, Any]:
     """`object_pairs_hook` for JSON that makes a dict; ValueError if a key occurs twice."""
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice = [key for key, count in counts.items() if count > 1]
+    if twice := repeated_keys(pairs):
         raise ValueError(f"duplicate key {shortened(', '.join(twice))}")
-    return out
+    return dict(pairs)
+
+
+def repeated_keys(pairs: Pairs) -> list[str]:
+    """The keys that come twice or more, each once."""
+    if len(dict(pairs)) == len(pairs):
+        return []
+    return [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
 
 
 def element_count(shape: Sequence[int]) -> int:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from v4tool.checkpoint.header import Entry, Header, read_header
+from v4tool.checkpoint.header import Header, read_header
 from v4tool.errors import CheckpointError, printable
 from v4tool.file_kinds import json_text
+from v4tool.safetensors_header import Entry
 from v4tool.untrusted import kind_of, parse_json, read_small, shortened
 
 INDEX = "model.safetensors.index.json"

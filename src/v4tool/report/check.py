@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from v4tool.report.tables import plain_table
+from v4tool.report.terminal import plain_table
 from v4tool.report.units import seconds, size
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def summary_table(results: Iterable["CheckResult"]) -> Table:
     """One row per recording: keys, covered keys, findings, bytes read, time, result."""
     right = ("keys", "covered", "findings", "read", "time")
     table = plain_table("recording", "keys", "covered", "findings", "read", "time", "result",
-                        right=right)  # fmt: skip
+                        right=right, spare=("read", "time", "covered", "keys"))  # fmt: skip
     for result in results:
         table.add_row(
             result.path.name,
@@ -49,7 +49,10 @@ def summary_table(results: Iterable["CheckResult"]) -> Table:
 
 def identities_table(explanation: "Explanation") -> Table:
     """One row per identity: number of keys it covers, what it needs, its condition."""
-    table = plain_table("identity", "keys", "needs", "says", right=("keys",))
+    table = plain_table(
+        "identity", "keys", "needs", "says", right=("keys",), spare=("needs", "says"),
+        prose=("says",),
+    )  # fmt: skip
     for row in explanation.identities:
         table.add_row(row.id, str(row.keys), row.needs, row.says)
     return table
@@ -65,7 +68,9 @@ def weights_only_table(explanation: "Explanation") -> Table:
 
 def port_table(rows: Iterable["PortRow"]) -> Table:
     """One row per check of the port's self-test: result, time, details."""
-    table = plain_table("check", "result", "time", "details", right=("time",))
+    table = plain_table(
+        "check", "result", "time", "details", right=("time",), spare=("time",), prose=("details",)
+    )
     for row in rows:
         table.add_row(row.name, row.status, seconds(row.seconds), row.detail)
     return table
@@ -75,7 +80,8 @@ def anchors_table(rows: Iterable["AnchorRow"]) -> Table:
     """Published and computed next token per case; log-probabilities in nats."""
     right = ("expected id", "found id", "log-probability")
     table = plain_table("anchor", "expected id", "found id", "published", "log-probability",
-                        "margin", "result", right=right)  # fmt: skip
+                        "margin", "result", right=right,
+                        spare=("margin", "published", "log-probability"))  # fmt: skip
     for row in rows:
         low, high = row.published or (None, None)
         table.add_row(
@@ -92,7 +98,10 @@ def anchors_table(rows: Iterable["AnchorRow"]) -> Table:
 
 def plan_table(planned: Iterable["Planned"]) -> Table:
     """What `regen` would do with each case: record it again or skip it, and why."""
-    table = plain_table("case", "tokens", "file", "would be", right=("tokens",))
+    table = plain_table(
+        "case", "tokens", "file", "would be", right=("tokens",), spare=("tokens", "file"),
+        prose=("would be",),
+    )  # fmt: skip
     for one in planned:
         fate = f"skipped: {one.left_alone}" if one.left_alone else "recorded again"
         table.add_row(one.entry.id, str(one.entry.length), one.entry.file, fate)
@@ -101,7 +110,10 @@ def plan_table(planned: Iterable["Planned"]) -> Table:
 
 def regen_table(results: Iterable["RegenResult"]) -> Table:
     """One row per case: whether payloads are equal, results of check and verify, file replaced."""
-    table = plain_table("case", "payload", "check", "verify", "old reference", "file")
+    table = plain_table(
+        "case", "payload", "check", "verify", "old reference", "file",
+        spare=("file", "old reference"), prose=("file",),
+    )  # fmt: skip
     for result in results:
         table.add_row(
             result.case,

@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from v4tool.record.manifest import Entry, Manifest
-from v4tool.report.tables import plain_table
+from v4tool.report.terminal import plain_table
 from v4tool.report.units import seconds, size
 
 
@@ -12,7 +12,8 @@ def recordings_table(manifest: Manifest) -> Table:
     right = ("tokens", "decode", "tensors", "payload", "time", "peak memory")
     table = plain_table(
         "recording", "tokens", "decode", "tensors", "payload", "payload sha256", "numerics",
-        "time", "peak memory", "verified", right=right,
+        "time", "peak memory", "verified", right=right, prose=("verified",),
+        spare=("peak memory", "time", "numerics", "decode", "tensors", "payload", "tokens"),
     )  # fmt: skip
     for case_id, entry in manifest.cases.items():
         table.add_row(
@@ -45,6 +46,7 @@ def coverage_table(manifest: Manifest) -> Table:
     table = plain_table(
         "coverage", "blocks of 4", "blocks of 128", "window", "top-k", "clamp hits",
         "experts, least", "experts, most", right=right,
+        spare=("experts, most", "experts, least", "clamp hits", "top-k", "window"),
     )  # fmt: skip
     for case_id, entry in manifest.cases.items():
         coverage = entry.coverage

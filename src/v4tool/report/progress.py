@@ -44,7 +44,7 @@ class DumpProgress:
         self.console = Console(stderr=True)
         self.started = self.place_started = time.monotonic()
         self.done, self.experts, self.place = 0, 0, ""
-        self.live = self.console.is_terminal and not quiet
+        self.live = self.console.is_terminal and not self.console.is_dumb_terminal and not quiet
         self.bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
 from rich.table import Table
 
-from v4tool.names import Keys, base_keys, is_expert, layer_keys, mtp_keys, payload_bytes, steps_of
+from v4tool.names import Keys, base_keys, is_expert, layer_keys, payload_bytes, steps_of
+from v4tool.report.terminal import lines, plain_table, show
 from v4tool.report.units import seconds, size
 
 if TYPE_CHECKING:  # a listing must not wait for torch
@@ -16,29 +16,19 @@ if TYPE_CHECKING:  # a listing must not wait for torch
     from v4tool.dumping import DumpResult
     from v4tool.profiles import Profile
 
-WIDE = 200
-"""Columns where stdout is no terminal: nothing that a script reads may be cut off."""
-
-
-def console() -> Console:
-    """A rich console on stdout; WIDE columns if it is not a terminal."""
-    found = Console()
-    return found if found.is_terminal else Console(width=WIDE)
-
-
-def show(thing: RenderableType) -> None:
-    """Print a table or a tree to stdout."""
-    console().print(thing)
-
-
-def plain_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """An empty table without borders; right: names of right-aligned columns."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(
-            column, justify="right" if column in right else "left", overflow="fold", no_wrap=True
-        )
-    return table
+__all__ = [
+    "cases_table",
+    "dump_line",
+    "dump_table",
+    "keys_line",
+    "keys_lines",
+    "layers_table",
+    "profiles_table",
+    "settings_table",
+    "show",
+    "status_lines",
+    "tensors_lines",
+]
 
 
 def shape_text(shape: Iterable[int | None]) -> str:
@@ -46,24 +36,21 @@ def shape_text(shape: Iterable[int | None]) -> str:
     return "[" + ", ".join("n" if n is None else str(n) for n in shape) + "]"
 
 
-def lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Aligned columns as plain text, without rich, which is slow for thousands of rows."""
-    every = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in every)
-
-
 def keys_lines(keys: Keys) -> str:
     """One line per key: dtype, shape, kind of values (bf16, acc, int)."""
     return lines(
         ("key", "dtype", "shape", "values"),
         ((key, spec.dtype, shape_text(spec.shape), spec.kind) for key, spec in keys.items()),
+        spare=("values", "dtype"),
     )
 
 
 def cases_table(profile: "Profile") -> Table:
     """One row per case of a profile: tokens, decode steps, file, subject."""
-    table = plain_table("case", "tokens", "decode", "file", "subject", right=("tokens", "decode"))
+    table = plain_table(
+        "case", "tokens", "decode", "file", "subject", right=("tokens", "decode"),
+        spare=("decode", "file", "subject"), prose=("subject",),
+    )  # fmt: skip
     for case in profile.cases:
         table.add_row(case.id, str(len(case.input_ids)), str(case.decode), case.file, case.subject)
     return table
@@ -71,12 +58,14 @@ def cases_table(profile: "Profile") -> Table:
 
 def layers_table(config: "ModelConfig") -> Table:
     """One row per layer: ratio, attention, routing, number of base keys of a long prefill."""
-    table = plain_table("layer", "ratio", "attention", "routing", "base keys", right=("base keys",))
+    table = plain_table(
+        "layer", "ratio", "attention", "routing", "base keys", right=("base keys",),
+        spare=("routing", "attention"), prose=("attention",),
+    )  # fmt: skip
     long = steps_of(max(config.compress_ratios) or 1, 0)[0]
     for layer in range(config.n_layers + (1 if config.mtp_supported else 0)):
         ratio = config.ratio(layer)
-        mtp = config.is_mtp(layer)
-        keys = base_keys(mtp_keys(config, long) if mtp else layer_keys(config, layer, long))
+        keys = base_keys(layer_keys(config, layer, long))
         table.add_row(
             config.block_path(layer), str(ratio), attention_kind(ratio),
             "by token id" if config.is_hash(layer) else "by score", str(len(keys)),
@@ -99,6 +88,7 @@ def tensors_lines(specs: Mapping[str, "TensorSpec"]) -> str:
             (name, spec.dtype, shape_text(spec.shape), str(spec.shard))
             for name, spec in specs.items()
         ),
+        spare=("shard",),
     )
 
 
@@ -120,7 +110,9 @@ def status_lines(rows: Iterable["TensorStatus"]) -> str:
 
 def profiles_table(profiles: Iterable["Profile"]) -> Table:
     """One row per shipped profile."""
-    table = plain_table("profile", "summary", "cases", right=("cases",))
+    table = plain_table(
+        "profile", "summary", "cases", right=("cases",), spare=("cases",), prose=("summary",)
+    )
     for profile in profiles:
         table.add_row(profile.name, profile.summary, str(len(profile.cases)))
     return table
@@ -128,7 +120,7 @@ def profiles_table(profiles: Iterable["Profile"]) -> Table:
 
 def settings_table(profile: "Profile") -> Table:
     """One row per setting of a profile: its value and where it comes from."""
-    table = plain_table(profile.name, "value", "from")
+    table = plain_table(profile.name, "value", "from", spare=("from",), prose=("value", "from"))
     for key, value, origin in profile.settings():
         table.add_row(key, value, origin)
     return table
@@ -138,8 +130,9 @@ def dump_table(results: Iterable["DumpResult"]) -> Table:
     """One row per recording written: tokens, tensors, experts, payload, hash, file."""
     right = ("tokens", "tensors", "experts", "payload")
     table = plain_table(
-        "case", "tokens", "tensors", "experts", "payload", "payload sha256", "file", right=right
-    )
+        "case", "tokens", "tensors", "experts", "payload", "payload sha256", "file", right=right,
+        spare=("experts", "tensors", "tokens", "payload", "file"), prose=("file",),
+    )  # fmt: skip
     for result in results:
         table.add_row(
             result.case.id, str(len(result.case.input_ids)), str(result.tensors),

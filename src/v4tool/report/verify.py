@@ -14,7 +14,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from v4tool.errors import InputError, OutputError, printable
-from v4tool.report.tables import plain_table
+from v4tool.report.terminal import plain_table
 from v4tool.report.units import seconds
 from v4tool.verify.listing import NodeInfo
 from v4tool.verify.results import (
@@ -144,6 +144,7 @@ def summary_table(results: Iterable[VerifyResult]) -> Table:
     table = plain_table(
         "recording", "mode", "nodes", "checks", "keys", "bit-equal", "time", "result",
         right=("nodes", "checks", "keys", "bit-equal", "time"),
+        spare=("time", "nodes", "mode", "keys", "bit-equal"),
     )  # fmt: skip
     for result in results:
         evidence = result.evidence()
@@ -209,6 +210,7 @@ def kinds_table(result: VerifyResult) -> Table:
     table = plain_table(
         "node", "runs", "keys", "equal", "wrong", "not judged", "seconds",
         right=("runs", "keys", "equal", "wrong", "not judged", "seconds"),
+        spare=("seconds", "runs", "not judged", "equal"),
     )  # fmt: skip
     kinds: dict[str, list[NodeResult]] = {}
     for node in result.nodes:
@@ -229,7 +231,10 @@ def kinds_table(result: VerifyResult) -> Table:
 
 def nodes_table(infos: Iterable[NodeInfo]) -> Table:
     """One row per node of a description: number of keys, outputs, summary (`list nodes`)."""
-    table = plain_table("node", "keys", "outputs", "summary", right=("keys",))
+    table = plain_table(
+        "node", "keys", "outputs", "summary", right=("keys",), spare=("summary", "outputs"),
+        prose=("outputs", "summary"),
+    )  # fmt: skip
     for info in infos:
         table.add_row(info.name, str(info.keys), " ".join(info.outputs), info.summary)
     return table

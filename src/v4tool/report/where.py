@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from v4tool.report.tables import lines
+from v4tool.report.terminal import lines
 
 if TYPE_CHECKING:  # what shows it need not load torch
     from v4tool.where import KeyLines, SourceLine
