@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from v4tool.checkpoint.header import Entry
 from v4tool.checkpoint.layout import TensorSpec
 from v4tool.checkpoint.tensor_index import TensorIndex
 from v4tool.errors import CheckpointError
+from v4tool.safetensors_header import Entry
 
 PROBE = 4096
 """Bytes looked at first when asking whether anything is not zero."""

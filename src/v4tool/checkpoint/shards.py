@@ -17,7 +17,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from v4tool.checkpoint.header import Entry
 from v4tool.checkpoint.inspection import compare
 from v4tool.checkpoint.layout import TensorSpec, layout
 from v4tool.checkpoint.payload import PROBE, check_experts, never_zero, scale_codes, zero_tails
@@ -25,6 +24,7 @@ from v4tool.checkpoint.tensor_index import TensorIndex, catalogue
 from v4tool.config import ModelConfig
 from v4tool.errors import CheckpointError
 from v4tool.page_cache import dont_need, memory, will_need
+from v4tool.safetensors_header import Entry
 
 TORCH_DTYPES = {
     "F8_E4M3": torch.uint8,

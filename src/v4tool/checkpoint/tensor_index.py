@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from v4tool.checkpoint.header import Entry, Header, read_header, unique_keys
+from v4tool.checkpoint.header import Header, read_header
 from v4tool.errors import CheckpointError, printable
 from v4tool.file_kinds import json_text
+from v4tool.safetensors_header import Entry
+from v4tool.untrusted import kind_of, parse_json, read_small, shortened
 
 INDEX = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors", re.ASCII)
@@ -61,7 +63,7 @@ class TensorIndex:
 
 def some(names: Iterable[str]) -> str:
     """The first few names and how many more there are; in one line whatever the names are."""
-    names = [printable(name) for name in names]
+    names = [shortened(printable(name), 200) for name in names]
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -90,11 +92,13 @@ def catalogue(directory: Path | str) -> TensorIndex:
 
 
 def _require_directory(directory: Path) -> None:
-    if directory.is_dir():
+    kind = kind_of(directory)
+    if kind == "a directory":
         return
-    if not directory.exists():
+    if kind == "nothing":
         raise CheckpointError(f"{directory}: there is no such directory")
-    kind = "a GGUF file" if directory.suffix == ".gguf" else "a file"
+    if kind == "a file" and directory.suffix == ".gguf":
+        kind = "a GGUF file"
     raise CheckpointError(
         f"{directory}: expected a directory with the release's safetensors shards, found {kind}"
     )
@@ -108,8 +112,8 @@ def _nothing_there(directory: Path) -> str:
 
 def _read_index(path: Path) -> tuple[dict[str, str], Any]:
     try:
-        raw = json.loads(json_text(path.read_bytes()), object_pairs_hook=unique_keys)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
+        raw = parse_json(json_text(read_small(path)))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
         raise CheckpointError(f"{path}: cannot be read as JSON: {e}") from None
     except ValueError as e:
         raise CheckpointError(f"{path}: {e}") from None
@@ -144,7 +148,7 @@ def _whole_set(out: TensorIndex, present: list[str]) -> list[str]:
 
 
 def _read_headers(out: TensorIndex, names: list[str]) -> None:
-    missing = [n for n in names if not (out.directory / n).is_file()]
+    missing = [n for n in names if kind_of(out.directory / n) != "a file"]
     if missing:
         # a download is completed by this list, so no name is left out
         out.problems.append(f"{len(missing)} of {len(names)} shards missing: {', '.join(missing)}")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from v4tool.errors import CheckpointError, ProfileError
 from v4tool.profiles.schema import Profile
+from v4tool.untrusted import kind_of, read_small
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,11 @@ class SynthRequest:
     def directory(self, version: str | int) -> Path:
         """Where it belongs. A change of config, seed or generator's version changes the name."""
         try:
-            digest = hashlib.sha256(self.config.read_bytes())
+            digest = hashlib.sha256(read_small(self.config))
         except OSError as error:
             raise ProfileError(f"{self.config}: cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ProfileError(f"{self.config}: cannot be read: {error}") from error
         digest.update(f"\0seed {self.seed}\0version {version}".encode())
         name = self.config.stem.removesuffix("_config")
         return self.cache / f"{name}-{digest.hexdigest()[:16]}"
@@ -57,9 +60,9 @@ def locate_checkpoint(profile: Profile, *, hub_cache: Path | None = None) -> Pat
 
 
 def _named(directory: Path, origin: str) -> Path:
-    if directory.is_dir():
+    found = kind_of(directory)
+    if found == "a directory":
         return directory
-    found = "a file" if directory.exists() else "nothing"
     raise CheckpointError(
         f"{origin}: expected a checkpoint directory, found {found} at {directory}"
     )

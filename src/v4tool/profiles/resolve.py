@@ -13,6 +13,7 @@ from v4tool.errors import ProfileError
 from v4tool.profiles import setting_values, toml_files
 from v4tool.profiles.schema import Case, CasesFile, CheckpointSettings, Profile, ProfileFile
 from v4tool.profiles.tokens import encode
+from v4tool.untrusted import kind_of
 
 DEFAULT_PROFILE = "nano"
 PROFILE_VARIABLE = "V4TOOL_PROFILE"
@@ -98,8 +99,11 @@ def _find(name_or_file: str | Path, source: str) -> tuple[Path, str]:
     known, word = available(), str(name_or_file)
     if isinstance(name_or_file, str) and word in known:
         return shipped_directory() / f"{word}.toml", f"profiles/{word}.toml"
-    path = Path(name_or_file).expanduser()
-    if path.is_file():
+    try:
+        path = setting_values.path(name_or_file)
+    except ValueError as error:
+        raise ProfileError(f"{source}: {error}, found {setting_values.short(word)}") from error
+    if kind_of(path) == "a file":
         return path, str(path)
     if path.suffix == ".toml" or len(path.parts) > 1:
         raise ProfileError(f"{source}: expected a profile's file, found none at {path}")
@@ -139,7 +143,7 @@ def _in_file(file: ProfileFile, path: Path) -> dict[str, object]:
     """The file's own values by setting; its checkpoint directory is relative to the file."""
     own = file.checkpoint.path if file.checkpoint else None
     return {
-        "ckpt": None if own is None else path.parent / Path(own).expanduser(),
+        "ckpt": None if own is None else path.parent / setting_values.path(own),
         "threads": file.threads,
         "seed": file.seed,
         "out_dir": file.out_dir,
@@ -179,7 +183,7 @@ def _config(checkpoint: CheckpointSettings, ckpt: Path | None, path: Path) -> Pa
     """The named checkpoint's config.json, else the one that the file names, else a shipped one."""
     if ckpt is not None:
         return ckpt / "config.json"
-    own = Path(checkpoint.config or "").expanduser()
+    own = setting_values.path(checkpoint.config or ".")
     if own.suffix == ".json":
         return path.parent / own
     return PACKAGE / "data" / f"{checkpoint.config}_config.json"
@@ -190,7 +194,7 @@ def _read_cases(file: ProfileFile, path: Path, shown: str) -> tuple[tuple[Case, 
     if file.cases_file is None:
         shared, shared_shown = shipped_directory() / CASES_FILE, f"profiles/{CASES_FILE}"
     else:
-        shared = path.parent / Path(file.cases_file).expanduser()
+        shared = path.parent / setting_values.path(file.cases_file)
         shared_shown = str(Path(shown).parent / file.cases_file)
     cases = toml_files.read(shared, shared_shown, CasesFile).cases + file.cases
     for key in ("id", "file"):

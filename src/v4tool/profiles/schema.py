@@ -29,6 +29,7 @@ CASE_FILE_NAME = "deepseek-v4-flash-vt-{id}.safetensors"
 
 Count = Annotated[int, PlainValidator(setting_values.count)]
 Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[str, PlainValidator(setting_values.path_text)]
 
 
 class _Frozen(BaseModel):
@@ -110,8 +111,8 @@ class CheckpointSettings(_Frozen):
     before there is a checkpoint; revision: branch, tag or commit of the repository.
     """
 
-    config: Text | None = None
-    path: Text | None = None
+    config: PathText | None = None
+    path: PathText | None = None
     synth: StrictBool = False
     repo: Annotated[str, PlainValidator(setting_values.repository)] | None = None
     revision: Text = "main"
@@ -139,7 +140,7 @@ class ProfileFile(_Frozen):
     seed: Annotated[int, PlainValidator(setting_values.seed)] | None = None
     out_dir: Annotated[Path, PlainValidator(setting_values.path)] | None = None
     backend: Annotated[str, PlainValidator(setting_values.backend)] | None = None
-    cases_file: Text | None = None
+    cases_file: PathText | None = None
     checkpoint: CheckpointSettings | None = None
     numerics: NumericsTable = NumericsTable()
     cases: tuple[Case, ...] = ()

@@ -74,7 +74,16 @@ def path(value: object) -> Path:
     """A path, `~` expanded."""
     if not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value):
         raise ValueError("expected a path")
-    return Path(value).expanduser()
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError("expected a path whose ~ is the home of a known user") from None
+
+
+def path_text(value: object) -> str:
+    """A path as it was written, for what is relative to the file that names it."""
+    path(value)
+    return str(value)
 
 
 def _matching(value: object, pattern: str, wanted: str) -> str:
@@ -107,7 +116,10 @@ def usable_cores() -> int:
 
 def short(value: object) -> str:
     """`value` for an error's line: its repr, cut at 60 characters."""
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or lists in lists
+        shown = f"a huge {type(value).__name__}"
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
