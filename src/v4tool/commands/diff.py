@@ -69,13 +69,13 @@ def diff(
 def show(result: "DiffResult", as_json: bool) -> None:
     """Verdict, arithmetic and what was not matched, or all of it as JSON."""
     from v4tool.report import diff as report
-    from v4tool.report import tables
+    from v4tool.report import terminal
 
     if as_json:
         print_json(result.as_dict())
         return
     for line in report.verdict_lines(result):
         print(line)
-    tables.show(report.operators_table(result))
+    terminal.show(report.operators_table(result))
     for line in report.unmatched_lines(result):
         print(line)

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
 from rich.table import Table
 
-from v4tool.report.tables import plain_table
+from v4tool.report.terminal import plain_table
 
 if TYPE_CHECKING:
     from v4tool.diff.results import DiffResult
@@ -31,11 +30,11 @@ def operators_table(result: "DiffResult") -> Table:
     """One row an operator: arithmetic, residues over all blocks, the bound."""
     table = plain_table(
         "operator", "arithmetic", "blocks", "median", "largest", "bound",
-        right=("blocks", "median", "largest", "bound"),
+        right=("blocks", "median", "largest", "bound"), spare=("bound", "median", "blocks", "arithmetic"),
     )  # fmt: skip
     for row in result.operators:
         figures = (f"{x:.1e}" for x in (row.median, row.largest, row.bound))
-        table.add_row(escape(row.operator), ", ".join(row.options) or "-", str(row.count), *figures)
+        table.add_row(row.operator, ", ".join(row.options) or "-", str(row.count), *figures)
     return table
 
 
