@@ -53,6 +53,7 @@ def reduce(
     layers: number of layers from the first on, or which layers (ascending; they are renumbered and
     keep their ratio and kind of routing). MTP stays. Raises InputError for numbers out of range.
     """
+    config.architecture.require("synth")
     fields = config.to_release_dict()
     if experts is not None:
         if not config.n_activated_experts <= experts <= config.n_routed_experts:

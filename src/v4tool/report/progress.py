@@ -1,6 +1,6 @@
-"""How far a dump is, on stderr: a live line in a terminal, one plain line a layer elsewhere.
+"""Progress on stderr: a live bar in a terminal; for dumps elsewhere one line per layer.
 
-Left out: what is computed; a `DumpProgress` is only told which place comes next.
+Left out: the computation, which calls these objects.
 """
 
 import sys
@@ -28,8 +28,8 @@ from v4tool.report.units import size
 class DumpProgress:
     """Shows layer n of N, experts, bytes read, rate, elapsed, time left and peak memory.
 
-    steps: how many places the pass visits; bytes_read, peak_rss: asked whenever a line is shown;
-    quiet: show nothing at all.
+    steps: how often `watch` will be called; bytes_read, peak_rss: called for each line shown;
+    quiet: show nothing.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class DumpProgress:
         self.task = self.bar.add_task("reading the checkpoint", total=steps, detail="")
 
     def watch(self, name: str, place: str) -> None:
-        """The next place: the pass's name and the path in the model."""
+        """Note that a module starts; name: of the pass, place: the module's path."""
         self._end_place()
         self.place = f"{name} {place}"
         self.place_started = time.monotonic()
@@ -71,7 +71,7 @@ class DumpProgress:
         self.done += 1
 
     def expert(self) -> None:
-        """One more routed expert was computed."""
+        """Count one more computed routed expert."""
         self.experts += 1
 
     def _detail(self) -> str:
@@ -112,7 +112,7 @@ class DumpProgress:
 
 @contextmanager
 def bytes_progress(total: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """A bar over `total` bytes on stderr; yields what is to be called with bytes just done."""
+    """A bar over `total` bytes on stderr; yields a function to call with the bytes just done."""
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(
@@ -124,7 +124,7 @@ def bytes_progress(total: int, *, quiet: bool = False) -> Iterator[Callable[[int
 
 @contextmanager
 def count_progress(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr; yields what is to be called with (done, of how many, the one just done)."""
+    """A bar on stderr; yields a function to call with (done, total, label of the last one)."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
