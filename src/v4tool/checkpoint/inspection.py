@@ -60,18 +60,27 @@ def inspect(directory: Path | str, config: ModelConfig | None = None) -> list[Te
     """
     found = catalogue(directory)
     config = config or ModelConfig.from_file(found.directory / "config.json")
-    return _rows(layout(config), found.entries(), found.listed)
+    entries = found.entries()
+    specs = {n: s for n, s in layout(config).items() if s.used or n in entries}
+    return _rows(specs, entries, found.listed)
 
 
 def compare(found: TensorIndex, config: ModelConfig, *, mtp: bool = True) -> Comparison:
-    """Compare a directory with the layout; without `mtp`, whatever is named `mtp.*` is left out."""
+    """Compare a directory with the layout, but for what no pass reads.
+
+    Without `mtp`, whatever is named `mtp.*` is left out too.
+    """
     specs, entries = layout(config), found.entries()
+    used = {name: spec for name, spec in specs.items() if spec.used}
+    read = {name: entry for name, entry in entries.items() if config.architecture.reads(name)}
+    unread = len(entries) - len(read)
+    notes = [f"{unread} tensors of the image part are not read"] if unread else []
     if mtp:
-        return _judge(Comparison(specs, _mtp_problems(config, entries)), entries, found.listed)
-    main = {name: spec for name, spec in specs.items() if not _is_mtp(name)}
-    kept = {name: entry for name, entry in entries.items() if not _is_mtp(name)}
-    left = len(entries) - len(kept)
-    notes = [f"{left} tensors of mtp.* are left out"] if left else []
+        return _judge(Comparison(used, _mtp_problems(config, read), notes), read, found.listed)
+    main = {name: spec for name, spec in used.items() if not _is_mtp(name)}
+    kept = {name: entry for name, entry in read.items() if not _is_mtp(name)}
+    left = len(read) - len(kept)
+    notes += [f"{left} tensors of mtp.* are left out"] if left else []
     return _judge(Comparison(main, notes=notes), kept, found.listed)
 
 
@@ -111,9 +120,9 @@ def _mtp_problems(config: ModelConfig, entries: dict[str, Entry]) -> list[str]:
     """Why MTP cannot be computed here, from the configuration or from the names."""
     reason = config.mtp_problem
     blocks = {n.split(".")[1] for n in entries if _is_mtp(n)}
-    norms = {"mtp.0.enorm.weight", "mtp.0.hnorm.weight"}
-    present = norms & entries.keys()
-    if reason is None and blocks and (len(blocks) > 1 or not present):
+    marks = set(config.architecture.draft_marks)
+    present = marks & entries.keys()
+    if reason is None and blocks and marks and (len(blocks) > 1 or not present):
         reason = (
             f"the checkpoint has {len(blocks)} mtp block{'s' * (len(blocks) > 1)} "
             f"{'with' if present else 'without'} enorm and hnorm, another design (as in the DSpark "

@@ -54,6 +54,7 @@ def reduce(
     layers: how many of the first, or which (ascending; they are numbered anew and keep their
     ratio and kind of routing). MTP stays. Raises InputError when that is no model.
     """
+    config.architecture.require("synth")
     fields = config.to_release_dict()
     if experts is not None:
         if not config.n_activated_experts <= experts <= config.n_routed_experts:

@@ -88,8 +88,8 @@ def plain_line(head: str, parts: Mapping[str, str], width: int) -> str:
 class DumpProgress:
     """Shows layer n of N, experts, bytes read, rate, elapsed, time left and peak memory.
 
-    steps: how many block passes, embeddings and heads the run visits; bytes_read, peak_rss: asked
-    whenever a line is shown, bytes; quiet: show nothing at all.
+    steps: how often `watch` will be called; bytes_read, peak_rss: called for each line shown,
+    in bytes; quiet: show nothing.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class DumpProgress:
         )
 
     def watch(self, name: str, place: str) -> None:
-        """The next place: the pass's name and the path in the model."""
+        """Note that a module starts; name: of the pass, place: the module's path."""
         self._end_place()
         self.place = f"{name} {place}"
         self.place_started = time.monotonic()
@@ -131,7 +131,7 @@ class DumpProgress:
         self.done += 1
 
     def expert(self) -> None:
-        """One more routed expert was computed."""
+        """Count one more computed routed expert."""
         self.experts += 1
 
     def _figures(self) -> dict[str, str]:
@@ -177,7 +177,7 @@ class DumpProgress:
 def bytes_progress(
     what: str, total_bytes: int, *, quiet: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """A live line over so many bytes on stderr; yields what is called with bytes just done."""
+    """A live line over so many bytes on stderr; yields a function to call with the bytes just done."""
     columns = {
         "bar": (24, BarColumn(bar_width=24)),
         "bytes": (17, DownloadColumn(binary_units=True)),
@@ -191,7 +191,7 @@ def bytes_progress(
 
 @contextmanager
 def count_progress(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """A live line on stderr; yields what is called with (done, of how many, the one just done)."""
+    """A live line on stderr; yields a function to call with (done, total, label of the last one)."""
     columns = {
         "bar": (24, BarColumn(bar_width=24)),
         "count": (7, COUNT),
