@@ -177,7 +177,7 @@ class DumpProgress:
 def bytes_progress(
     what: str, total_bytes: int, *, quiet: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """A live line over so many bytes on stderr; yields a function to call with the bytes just done."""
+    """A live line over `total_bytes` on stderr; yields a function to call with the bytes done."""
     columns = {
         "bar": (24, BarColumn(bar_width=24)),
         "bytes": (17, DownloadColumn(binary_units=True)),
@@ -191,7 +191,7 @@ def bytes_progress(
 
 @contextmanager
 def count_progress(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """A live line on stderr; yields a function to call with (done, total, label of the last one)."""
+    """A live line on stderr; yields a function to call with (done, total, label of the last)."""
     columns = {
         "bar": (24, BarColumn(bar_width=24)),
         "count": (7, COUNT),
