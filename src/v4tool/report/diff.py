@@ -30,7 +30,8 @@ def operators_table(result: "DiffResult") -> Table:
     """One row an operator: arithmetic, residues over all blocks, the bound."""
     table = plain_table(
         "operator", "arithmetic", "blocks", "median", "largest", "bound",
-        right=("blocks", "median", "largest", "bound"), spare=("bound", "median", "blocks", "arithmetic"),
+        right=("blocks", "median", "largest", "bound"),
+        spare=("bound", "median", "blocks", "arithmetic"),
     )  # fmt: skip
     for row in result.operators:
         figures = (f"{x:.1e}" for x in (row.median, row.largest, row.bound))
