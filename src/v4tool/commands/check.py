@@ -147,7 +147,7 @@ def check_the_port(
 
     directory = checkpoint_directory(profile, quiet=quiet)
     total = weight_bytes(model_config(profile), quick=quick)
-    with bytes_progress(total, quiet=quiet) as progress:
+    with bytes_progress("weights", total, quiet=quiet) as progress:
         rows = check_port(
             directory, quick=quick, layer=layer, numerics=numerics_of(profile), progress=progress
         )

@@ -78,7 +78,7 @@ def check_one(
     from v4tool.report.progress import bytes_progress
 
     total = recording.path.stat().st_size if recording.path.is_file() else 0
-    with bytes_progress(total, quiet=quiet) as progress:
+    with bytes_progress(recording.path.name, total, quiet=quiet) as progress:
         return check_recording(
             recording.path,
             config=config,

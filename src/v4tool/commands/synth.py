@@ -40,7 +40,7 @@ def synth(
     if not dry_run:
         if directory is None:
             raise InputError("synth: expected a directory to write to, found none")
-        with bytes_progress(totals.total_size, quiet=quiet) as progress:
+        with bytes_progress(directory.name, totals.total_size, quiet=quiet) as progress:
             making.synth(
                 directory, config, seed=seed, experts=experts, layers=kept, progress=progress
             )
