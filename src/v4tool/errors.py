@@ -41,6 +41,10 @@ class OutputError(V4ToolError):
     """A result cannot be written where it was asked for."""
 
 
+class NotFiniteError(V4ToolError):
+    """A pass over a checkpoint gives NaN or infinity."""
+
+
 class RecordingError(V4ToolError):
     """A recording cannot be opened at all (what is merely wrong in it is a `Finding`)."""
 

@@ -73,11 +73,14 @@ def checkpoint_directory(profile: "Profile", *, quiet: bool = False) -> Path:
     return directory.checkpoint_directory(profile, unsaid if quiet else say)
 
 
-def open_checkpoint(profile: "Profile", *, mtp: bool = True, quiet: bool = False) -> "Checkpoint":
+def open_checkpoint(
+    profile: "Profile", *, mtp: bool = True, allow_nan: bool = False, quiet: bool = False
+) -> "Checkpoint":
     """The profile's checkpoint, opened; its remarks go to stderr."""
     from v4tool.checkpoint import directory
 
-    return directory.open_checkpoint(profile, unsaid if quiet else say, mtp=mtp)
+    remark = unsaid if quiet else say
+    return directory.open_checkpoint(profile, remark, mtp=mtp, allow_nan=allow_nan)
 
 
 def model_config(profile: "Profile") -> "ModelConfig":

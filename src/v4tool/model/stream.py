@@ -5,6 +5,7 @@ prefill, the MTP prefill and decode step, and the decode steps of the main stack
 fewer steps drop out. Of a layer only the state that decode needs (`LayerState`) stays in memory.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -172,9 +173,11 @@ def through_heads(
 def greedy(sequences: list[Sequence], logits_nV: Tensor, number: int) -> None:
     """Give sequences that need an id for decode step `number` the arg-max of their logits.
 
-    The logits are compared as recorded, in FP32; the lowest index wins a tie.
+    The logits are compared as recorded, in FP32; the lowest index wins a tie. NaN counts as minus
+    infinity, so where all logits are NaN it is id 0.
     """
-    for sequence, row in zip(sequences, logits_nV.float(), strict=True):
+    comparable = logits_nV.float().nan_to_num(-math.inf, math.inf, -math.inf)
+    for sequence, row in zip(sequences, comparable, strict=True):
         if len(sequence.decode_ids) == number < sequence.decode:
             sequence.decode_ids.append(int((row == row.max()).nonzero()[0]))
 
