@@ -83,8 +83,8 @@ FOUND = [
     (
         "layers.1.attn.compressor.ape",
         NAN_F32 * 256,
-        "layers.1.attn.compressor.norm.out: 128 NaN of 128 values, the first at [0, 0, 0], computed "
-        "with layers.1.attn.compressor.ape (256 of 1024 are NaN or infinite), "
+        "layers.1.attn.compressor.norm.out: 128 NaN of 128 values, the first at [0, 0, 0], "
+        "computed with layers.1.attn.compressor.ape (256 of 1024 are NaN or infinite), "
         "layers.1.attn.compressor.norm.weight;",
     ),
     (

@@ -196,7 +196,11 @@ def test_unknown_profile_lists_the_shipped_ones(tmp_path: Path) -> None:
     assert refusal(environ={"V4TOOL_PROFILE": "xyz"}) == (
         f"environment V4TOOL_PROFILE: unknown profile 'xyz': {listed}"
     )
-    for missing in (tmp_path / "none.toml", tmp_path):
+    assert refusal("~nobody-there/own.toml") == (
+        "option --profile: expected a path whose ~ is the home of a known user, "
+        "found '~nobody-there/own.toml'"
+    )
+    for missing in (tmp_path / "none.toml", tmp_path, tmp_path / ("x" * 300 + ".toml")):
         assert refusal(missing) == (
             f"option --profile: expected a profile's file, found none at {missing}"
         )

@@ -159,6 +159,7 @@ RUN = [
     (node("return [x]", outputs="['embed.out']"), "gives list for embed.out, not a tensor"),
     (node("return vt.load_weight('no.such')"), "weight no.such is not in the checkpoint"),
     (node() + "\n1 / 0\n", "fails when it is loaded: ZeroDivisionError"),
+    (node() + "\nreturn 1\n", "fails when it is loaded: SyntaxError: 'return' outside function"),
 ]
 
 

@@ -117,8 +117,8 @@ def check_window_rows(block: BlockPass) -> None:
     rows[:, :-rope_dim] = fp8_round_trip(rows[:, :-rope_dim])
     rows[:, -rope_dim:] = apply_rope(rows[:, -rope_dim:], tables)
     found = tensors.bits(block.key(KV))[own_rows(block)]
-    of = [normed] + ([rotation] if rotation in tensors else [])
-    block.findings.compare("kv", block.key(KV), found, rows, of)
+    sources = [normed] + ([rotation] if rotation in tensors else [])
+    block.findings.compare("kv", block.key(KV), found, rows, sources)
 
 
 def check_cache(block: BlockPass) -> None:
@@ -152,21 +152,21 @@ def ring_after(block: BlockPass) -> Bits:
 
 def _check_blocks(block: BlockPass, found: Bits) -> None:
     """The compressed rows of `in.kv`: those of the previous pass, then those completed here."""
-    out, parts, of = block.key("attn.compressor.out"), [], []
+    out, parts, sources = block.key("attn.compressor.out"), [], []
     if block.step.start:
         if not (block.earlier and block.earlier[-1].has(KV)):
             return
         before = block.earlier[-1]
         parts.append(block.tensors.bits(before.key(KV))[table_offset(before.config, before.step) :])
-        of.append(before.key(KV))
+        sources.append(before.key(KV))
     if complete_blocks(block.step, block.ratio):
         if out not in block.tensors:
             return
         parts.append(block.tensors.bits(out))
-        of.append(out)
+        sources.append(out)
     expected = np.concatenate(parts) if parts else found[:0]
     if len(expected) == len(found) == compressed_columns(block.step, block.ratio):
-        block.findings.compare("kv blocks", block.key(KV), found, expected, of)
+        block.findings.compare("kv blocks", block.key(KV), found, expected, sources)
 
 
 def check_table(block: BlockPass) -> None:
@@ -180,8 +180,8 @@ def check_table(block: BlockPass) -> None:
     if has_indexer(block.ratio):
         if block.has("attn.indexer.out"):
             chosen = block.tensors.ints(block.key("attn.indexer.out"))
-            of = [block.key("attn.indexer.out")]
-            block.findings.equal("chosen blocks", key, table[:, columns:], chosen, of)
+            sources = [block.key("attn.indexer.out")]
+            block.findings.equal("chosen blocks", key, table[:, columns:], chosen, sources)
     elif block.ratio:
         expected = all_blocks(block.config, block.step, block.ratio)
         block.findings.equal("all blocks", key, table[:, columns:], expected, [])
@@ -195,8 +195,8 @@ def check_core(block: BlockPass) -> None:
     kv, table = tensors.bits(block.key(KV)), tensors.ints(block.key(TABLE))
     if table.size == 0 or table.max() >= len(kv) or table.min() < -1 or (table < 0).all(1).any():
         return
-    of = tuple(block.key(name) for name in (Q, KV, TABLE))
-    bounds = RowBounds(block.key(OUT), of, config.n_heads, discrete=False)
+    sources = tuple(block.key(name) for name in (Q, KV, TABLE))
+    bounds = RowBounds(block.key(OUT), sources, config.n_heads, discrete=False)
     for start, stop in block.pieces(config.n_heads * max(config.head_dim, table.shape[1])):
         q = tensors.bits(block.key(Q), start, stop)
         sums = attention_sums(q, kv, table[start:stop])
@@ -218,9 +218,9 @@ def check_output(block: BlockPass) -> None:
     copy(block, "attn.out", "attn.out", "attn.wo_b.out")
 
 
-def copy(block: BlockPass, rule: str, key: str, of: str) -> None:
+def copy(block: BlockPass, rule: str, key: str, source: str) -> None:
     """Two keys of the block that must be equal."""
-    if block.has(key, of):
+    if block.has(key, source):
         tensors = block.tensors
-        key, of = block.key(key), block.key(of)
-        block.findings.compare(rule, key, tensors.bits(key), tensors.bits(of), [of])
+        key, source = block.key(key), block.key(source)
+        block.findings.compare(rule, key, tensors.bits(key), tensors.bits(source), [source])

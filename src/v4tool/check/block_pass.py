@@ -31,12 +31,12 @@ VALUES_AT_ONCE = 1 << 17
 class Inputs:
     """Hashes of the input rows of some projections in one pass.
 
-    prefix: of the block pass's keys; of: the input's name; digests: one hash per row; outputs: the
-    names of the projections' outputs, which have the same rows.
+    prefix: of the block pass's keys; input_name: of their common input (`attn_norm.out`);
+    digests: one hash per row; outputs: names of the projections' outputs, of as many rows.
     """
 
     prefix: str
-    of: str
+    input_name: str
     digests: list[int]
     outputs: tuple[str, ...]
 
@@ -53,20 +53,21 @@ class DuplicateInputs:
         self._lock = threading.Lock()
 
     def add(
-        self, weights: str, inputs: Array, prefix: str, outputs: Sequence[str], of: str
+        self, weights: str, inputs: Array, prefix: str, outputs: Sequence[str], input_name: str
     ) -> None:
         """Add the input rows of one pass, inputs [rows, ...], of some projections.
 
         weights: path of the block's weights, equal in all passes over it; prefix: of the pass's
-        keys; outputs: names of the projections' outputs; of: the input's name.
+        keys; outputs: names of the projections' outputs; input_name: of their common
+        input.
         """
         present = tuple(name for name in outputs if prefix + name in self.tensors)
         self.findings.applied(RULE, [prefix + name for name in present], len(inputs))
         if present:
             digests = [hash(row.tobytes()) for row in inputs]
             with self._lock:
-                same_weights = self._inputs.setdefault(weights + of, [])
-                same_weights.append(Inputs(prefix, of, digests, present))
+                same_weights = self._inputs.setdefault(weights + input_name, [])
+                same_weights.append(Inputs(prefix, input_name, digests, present))
 
     def check(self) -> None:
         """Compare the output rows of equal inputs with the first of them, prefill first."""
@@ -79,11 +80,11 @@ class DuplicateInputs:
                     if known != (one.prefix, row):
                         pairs.append((row, *known))
                 for name in one.outputs:
-                    self._compare(one.prefix, name, pairs, one.of)
+                    self._compare(one.prefix, name, pairs, one.input_name)
         self._inputs.clear()
 
     def _compare(
-        self, prefix: str, name: str, pairs: Sequence[tuple[int, str, int]], of: str
+        self, prefix: str, name: str, pairs: Sequence[tuple[int, str, int]], input_name: str
     ) -> None:
         """Compare rows of one output with the rows of equal inputs.
 
@@ -102,7 +103,7 @@ class DuplicateInputs:
             self.findings.report(
                 prefix + name,
                 RULE,
-                f"row {row} like row {other_row} of {key}, as in {of}",
+                f"row {row} like row {other_row} of {key}, as in {input_name}",
                 f"another one; {len(wrong)} of {len(pairs)} such rows differ",
             )
 

@@ -58,10 +58,10 @@ class Coefficients:
         for start in range(0, self.block.step.tokens, TOKENS):
             stop = min(start + TOKENS, self.block.step.tokens)
             x = entering.read(start, stop)
-            self._mix("hc_attn", x, start, stop, entering.of)
+            self._mix("hc_attn", x, start, stop, entering.sources)
             middle = middle_streams(self.block, x, start, stop)
             if middle is not None:
-                self._mix("hc_ffn", middle, start, stop, entering.of)
+                self._mix("hc_ffn", middle, start, stop, entering.sources)
 
     def _mixes(self, path: str, x: BoundedValues) -> tuple[F64, F64]:
         """The normalised streams times `<path>_fn`, and error bounds: F64 [T, n] each."""
@@ -77,7 +77,9 @@ class Coefficients:
             error += x_error @ np.abs(fn).T + np.abs(sums) * relative
         return sums * scale, error * scale
 
-    def _mix(self, name: str, x: BoundedValues, start: int, stop: int, of: Sequence[str]) -> None:
+    def _mix(
+        self, name: str, x: BoundedValues, start: int, stop: int, sources: Sequence[str]
+    ) -> None:
         keys = [self.block.key(f"{name}.{part}") for part in ("pre", "post", "comb")]
         if not self.tensors.has(*keys):
             return
@@ -98,7 +100,7 @@ class Coefficients:
         errors.append(expected[2] * np.expm1(np.minimum(2 * rounds * worst, 50)))
         for key, value, slack in zip(keys, expected, errors, strict=True):
             self._close(
-                key, self.tensors.floats(key, start, stop), value, slack, [*of, f"{path}_fn"]
+                key, self.tensors.floats(key, start, stop), value, slack, [*sources, f"{path}_fn"]
             )
 
     def _sinkhorn(self, logits: F64) -> F64:
@@ -117,15 +119,15 @@ class Coefficients:
         found: np.ndarray,
         expected: F64,
         slack: F64,
-        of: Sequence[str],
+        sources: Sequence[str],
     ) -> None:
-        self.findings.applied(RULE, [key, *of], found.size)
+        self.findings.applied(RULE, [key, *sources], found.size)
         ulp = np.spacing(np.abs(found)).astype(np.float64)
         wrong = np.flatnonzero(~(np.abs(found - expected) <= ulp + slack).reshape(-1))
         if wrong.size:
             i = int(wrong[0])
             self.findings.report(
-                key, RULE, f"{expected.reshape(-1)[i]:.9g} (from {', '.join(of)})",
+                key, RULE, f"{expected.reshape(-1)[i]:.9g} (from {', '.join(sources)})",
                 f"{found.reshape(-1)[i]:.9g}; {wrong.size} of {found.size} values differ",
             )  # fmt: skip
 
@@ -181,8 +183,8 @@ class Coefficients:
         pooled, error = pool(kv, gate, gate_error, block.step.start // ratio, blocks, ratio)
         weight = to_numpy(self.checkpoint.read(path + "norm.weight"))
         low, high = to_bf16(pooled - error), to_bf16(pooled + error)
-        of = [block.key(f"{name}.wkv.out"), block.key(f"{name}.wgate.out"), path + "ape"]
-        self._normed(key, low, high, weight, of)
+        sources = [block.key(f"{name}.wkv.out"), block.key(f"{name}.wgate.out"), path + "ape"]
+        self._normed(key, low, high, weight, sources)
 
     def _rows(self, name: str) -> tuple[F64, F64] | None:
         """A compressor's kv and gate rows of all passes up to this: F64 [positions, c * d] each.
@@ -199,7 +201,7 @@ class Coefficients:
         )
         return (kv, gate) if len(kv) == self.block.step.end else None
 
-    def _normed(self, key: str, low: Bits, high: Bits, weight: F64, of: Sequence[str]) -> None:
+    def _normed(self, key: str, low: Bits, high: Bits, weight: F64, sources: Sequence[str]) -> None:
         """Check an RMS norm whose input lies between low and high, bits [n, D], mostly equal."""
         found = self.tensors.bits(key).reshape(low.shape)
         a, b = to_f64(low), to_f64(high)
@@ -213,14 +215,14 @@ class Coefficients:
             ordinals(to_bf16(np.max(products, 0))),
         )
         seen = ordinals(found)
-        self.findings.applied(RULE, [key, *of], found.size)
+        self.findings.applied(RULE, [key, *sources], found.size)
         wrong = np.flatnonzero(((seen < lower) | (seen > upper)).reshape(-1))
         if wrong.size:
             i = int(wrong[0])
             expected = to_f32(to_bf16(np.min(products, 0))).reshape(-1)[i]
             where = self.findings.indices(key, i, found.shape)
             self.findings.report(
-                key, RULE, f"{expected:.9g} at {where} (from {', '.join(of)})",
+                key, RULE, f"{expected:.9g} at {where} (from {', '.join(sources)})",
                 f"{to_f32(found).reshape(-1)[i]:.9g}; {wrong.size} of {found.size} values differ",
             )  # fmt: skip
 

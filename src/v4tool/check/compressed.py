@@ -61,8 +61,8 @@ def check_compressor(block: BlockPass, rule: str, name: str, number: int) -> Non
             rows[:, :-rope_dim] = fp8_round_trip(rows[:, :-rope_dim])
         else:
             rows = fp4_round_trip(hadamard(rows))
-        of = [normed, *([rotation] if rotation in tensors else [])]
-        block.findings.compare(rule, out, tensors.bits(out), rows, of)
+        sources = [normed, *([rotation] if rotation in tensors else [])]
+        block.findings.compare(rule, out, tensors.bits(out), rows, sources)
 
 
 def indexer_keys(block: BlockPass) -> tuple[Bits, list[str]] | None:
@@ -70,18 +70,18 @@ def indexer_keys(block: BlockPass) -> tuple[Bits, list[str]] | None:
 
     None if a recorded key is missing.
     """
-    parts, of = [], []
+    parts, sources = [], []
     for one in (*block.earlier, block):
         key = one.key("attn.indexer.compressor.out")
         if complete_blocks(one.step, one.ratio):
             if key not in block.tensors:
                 return None
             parts.append(block.tensors.bits(key))
-            of.append(key)
+            sources.append(key)
     if sum(map(len, parts)) != compressed_columns(block.step, block.ratio):
         return None
     width = block.config.index_head_dim
-    return np.concatenate([np.zeros((0, width), np.uint16), *parts]), of
+    return np.concatenate([np.zeros((0, width), np.uint16), *parts]), sources
 
 
 def check_indexer(block: BlockPass) -> None:

@@ -48,7 +48,7 @@ def check_sum(block: BlockPass) -> None:
         return
     tensors, routes = block.tensors, block.tensors.ints(block.key(ROUTED))
     total: F64 = np.zeros((block.step.tokens, block.config.dim))
-    of = []
+    expert_outs = []
     for expert in np.unique(routes).tolist():
         name = f"ffn.experts.{expert}.out"
         rows = np.flatnonzero((routes == expert).any(1))
@@ -58,10 +58,10 @@ def check_sum(block: BlockPass) -> None:
         for start in range(0, result.shape[1], COLUMNS_AT_ONCE):
             columns = slice(start, start + COLUMNS_AT_ONCE)
             total[rows, columns] += to_f32(result[:, columns])
-        of.append(block.key(name))
+        expert_outs.append(block.key(name))
     shared = block.key("ffn.shared_experts.out")
     total += to_f64(tensors.bits(shared))
     out = block.key("ffn.out")
     sources = [shared, block.key("ffn.experts.*.out")]
     block.findings.compare("ffn sum", out, tensors.bits(out), to_bf16(total), sources)
-    block.findings.applied("ffn sum", [*of, block.key(ROUTED)])
+    block.findings.applied("ffn sum", [*expert_outs, block.key(ROUTED)])

@@ -60,9 +60,11 @@ class Findings:
         severity: Literal["error", "note"] = "note" if note else "error"
         self.items.append(Finding(key, rule, str(expected), str(found), severity))
 
-    def compare(self, rule: str, key: str, found: Bits, expected: Bits, of: Sequence[str]) -> None:
-        """Report where BF16 values differ; of: the keys that the expected values come from."""
-        with Comparison(self, rule, key, of) as comparison:
+    def compare(
+        self, rule: str, key: str, found: Bits, expected: Bits, sources: Sequence[str]
+    ) -> None:
+        """Report where BF16 values differ; sources: the keys that the expected values come from."""
+        with Comparison(self, rule, key, sources) as comparison:
             comparison.add(0, found, expected)
 
     def equal(
@@ -71,17 +73,17 @@ class Findings:
         key: str,
         found: npt.NDArray[np.generic],
         expected: npt.NDArray[np.generic],
-        of: Sequence[str],
+        sources: Sequence[str],
     ) -> None:
         """Report where integers differ; FP32 values are passed as words."""
-        self.applied(rule, [key, *of], found.size)
+        self.applied(rule, [key, *sources], found.size)
         wrong = np.flatnonzero((found != expected).reshape(-1))
         if wrong.size:
             where = self.indices(key, int(wrong[0]), found.shape)
             self.report(
                 key,
                 rule,
-                f"{expected.reshape(-1)[wrong[0]]} at {where}{_from(of)}",
+                f"{expected.reshape(-1)[wrong[0]]} at {where}{_from(sources)}",
                 f"{found.reshape(-1)[wrong[0]]}; {wrong.size} of {found.size} values differ",
             )
 
@@ -91,18 +93,18 @@ class Findings:
         return unravel(index, recorded if math.prod(recorded) > index else shape)
 
 
-def _from(of: Sequence[str]) -> str:
-    return f" (from {', '.join(of)})" if of else ""
+def _from(sources: Sequence[str]) -> str:
+    return f" (from {', '.join(sources)})" if sources else ""
 
 
 class Comparison:
     """Compares BF16 values of one key in pieces; a context manager that reports when it is left.
 
-    of: the keys that the expected values come from.
+    sources: the keys that the expected values come from.
     """
 
-    def __init__(self, findings: Findings, rule: str, key: str, of: Sequence[str]) -> None:
-        self.findings, self.rule, self.key, self.of = findings, rule, key, of
+    def __init__(self, findings: Findings, rule: str, key: str, sources: Sequence[str]) -> None:
+        self.findings, self.rule, self.key, self.sources = findings, rule, key, sources
         self.count = self.wrong = 0
         self.first: tuple[int, np.uint16, np.uint16] | None = None
 
@@ -126,14 +128,14 @@ class Comparison:
     ) -> None:
         if kind is not None:
             return
-        self.findings.applied(self.rule, [self.key, *self.of], self.count)
+        self.findings.applied(self.rule, [self.key, *self.sources], self.count)
         if self.first is not None:
             index, found, expected = self.first
             where = self.findings.indices(self.key, index, (self.count,))
             self.findings.report(
                 self.key,
                 self.rule,
-                f"{format_number(value_of(expected))} at {where}{_from(self.of)}",
+                f"{format_number(value_of(expected))} at {where}{_from(self.sources)}",
                 f"{format_number(value_of(found))}; {self.wrong} of {self.count} values differ",
             )
 

@@ -135,6 +135,7 @@ def structure(directory: Path | str) -> str:
 
 def weight_bytes(config: ModelConfig, *, quick: bool) -> int:
     """Number of bytes of weights that `check_port` will read, for a progress bar."""
+    config.architecture.require("check --port")
     specs = layout(config)
     return sum(_part(specs[name], quick).nbytes for name in _names_to_check(specs, quick))
 

@@ -96,14 +96,14 @@ class Products:
 
     def linear(self, name: str, x: str) -> None:
         """Check that `<name>.out` is the quantised product of key x with the weight `name`."""
-        key, of = self.block.key(f"{name}.out"), self.block.key(x)
-        if self.tensors.has(key, of):
-            rows = self.tensors.bits(of)
+        key, source = self.block.key(f"{name}.out"), self.block.key(x)
+        if self.tensors.has(key, source):
+            rows = self.tensors.bits(source)
             rows = rows.reshape(-1, rows.shape[-1])
             found = self.tensors.bits(key).reshape(len(rows), -1)
             expected = self.product(name, rows)
             self.findings.compare(
-                RULE, key, found, expected, [of, f"{self.block.weights}{name}.weight"]
+                RULE, key, found, expected, [source, f"{self.block.weights}{name}.weight"]
             )
 
     def grouped(self) -> None:
@@ -120,8 +120,8 @@ class Products:
         weight = self.weight("attn.wo_a", o.shape[-1])
         expected = to_bits(grouped_linear(to_tensor(o), weight, self.numerics))
         found = self.tensors.bits(key)
-        of = [out, inverse, f"{self.block.weights}attn.wo_a.weight"]
-        self.findings.compare(RULE, key, found, expected.reshape(found.shape), of)
+        sources = [out, inverse, f"{self.block.weights}attn.wo_a.weight"]
+        self.findings.compare(RULE, key, found, expected.reshape(found.shape), sources)
 
     # ---- products that stay in acc ------------------------------------------------------------
 
@@ -150,16 +150,19 @@ class Products:
         key = self.block.key("attn.indexer.weights_proj.out")
         if key in self.tensors:
             expected = to_bf16(self.plain("attn.indexer.weights_proj.weight", x))
-            of = [self.block.key("attn_norm.out"), f"{self.block.weights}attn.indexer.weights_proj"]
-            self.findings.compare(RULE, key, self.tensors.bits(key), expected, of)
+            sources = [
+                self.block.key("attn_norm.out"),
+                f"{self.block.weights}attn.indexer.weights_proj",
+            ]
+            self.findings.compare(RULE, key, self.tensors.bits(key), expected, sources)
 
     def _acc(self, name: str, x: Bits) -> None:
         key = self.block.key(f"{name}.out")
         if key in self.tensors:
             expected = self.plain(f"{name}.weight", x)
-            of = [self.block.key("attn_norm.out"), f"{self.block.weights}{name}.weight"]
+            sources = [self.block.key("attn_norm.out"), f"{self.block.weights}{name}.weight"]
             found = self.tensors.floats(key)
-            compare_sums(self.findings, RULE, key, found, expected, np.abs(expected), of)
+            compare_sums(self.findings, RULE, key, found, expected, np.abs(expected), sources)
 
     # ---- gate and experts ---------------------------------------------------------------------
 
@@ -173,16 +176,16 @@ class Products:
         logits = self.plain("ffn.gate.weight", self.tensors.bits(x))
         scores = np.sqrt(np.where(logits > 20, logits, np.log1p(np.exp(np.minimum(logits, 20)))))
         routes = self.tensors.ints(choice)
-        of = [x, f"{block.weights}ffn.gate.weight"]
+        sources = [x, f"{block.weights}ffn.gate.weight"]
         if not self.config.is_hash(block.layer):
             biased = scores + to_numpy(self.checkpoint.read(f"{block.weights}ffn.gate.bias"))
             ranked = np.argsort(-biased, axis=1, kind="stable")[:, : routes.shape[1]]
-            self.findings.equal(RULE, choice, routes, ranked, of)
+            self.findings.equal(RULE, choice, routes, ranked, sources)
         if routes.min() >= 0 and routes.max() < scores.shape[1]:
             chosen = np.take_along_axis(scores, routes, 1)
             expected = chosen / chosen.sum(1, keepdims=True) * self.config.route_scale
             found = self.tensors.floats(key)
-            compare_sums(self.findings, RULE, key, found, expected, np.abs(expected), of)
+            compare_sums(self.findings, RULE, key, found, expected, np.abs(expected), sources)
 
     def experts(self) -> None:
         """Check w1, w3 and w2 of the shared expert and of every recorded one."""
@@ -205,12 +208,12 @@ class Products:
                 self._expert(name, rows[tokens], weights[tokens, slots])
 
     def _expert(self, name: str, x: Bits, weight: F64 | None) -> None:
-        block, of = self.block, self.block.key("ffn_norm.out")
+        block, source = self.block, self.block.key("ffn_norm.out")
         for part in ("w1", "w3"):
             key = block.key(f"{name}.{part}.out")
             if key in self.tensors:
                 expected = self.product(f"{name}.{part}", x)
-                self.findings.compare(RULE, key, self.tensors.bits(key), expected, [of])
+                self.findings.compare(RULE, key, self.tensors.bits(key), expected, [source])
         w1, w3, w2 = (block.key(f"{name}.{part}.out") for part in ("w1", "w3", "w2"))
         if not self.tensors.has(w1, w3, w2):
             return
@@ -227,7 +230,7 @@ class Products:
         )
 
     def _product_of_interval(
-        self, name: str, key: str, low: Bits, high: Bits, of: Sequence[str]
+        self, name: str, key: str, low: Bits, high: Bits, sources: Sequence[str]
     ) -> None:
         """Check a quantised product whose input lies between low and high, bits [n, K]."""
         found, expected = self.tensors.bits(key), self.product(name, low)
@@ -244,4 +247,4 @@ class Products:
             results = self.product(name, inputs)
             if equal_values(results, found[row]).all(1).any():
                 expected[row] = found[row]
-        self.findings.compare(RULE, key, found, expected, of)
+        self.findings.compare(RULE, key, found, expected, sources)

@@ -4,8 +4,8 @@ The keys are those of `names.recording_keys`. Which routed experts there must be
 data: they are compared with the recorded `gate.out.1`. Left out: the values of all other tensors.
 """
 
-import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +24,7 @@ from v4tool.names import (
     recording_keys,
 )
 from v4tool.record.scan import Header
+from v4tool.untrusted import parse_json
 
 INPUT_IDS = "input_ids"
 
@@ -86,15 +87,16 @@ def expectation(
 def stated_ids(header: Header, name: str) -> list[int] | None:
     """The ids in the metadata field `name`; None if it is not a JSON list of integers."""
     try:
-        ids = json.loads(header.metadata[name])
+        ids = parse_json(header.metadata[name])
     except (KeyError, ValueError):
         return None
     return ids if isinstance(ids, list) and all(type(i) is int for i in ids) else None
 
 
 def _decode_steps(header: Header) -> int:
-    numbers = [key.split(".")[1] for key in header.entries if key.startswith("decode.")]
-    return 1 + max((int(n) for n in numbers if n.isdecimal()), default=-1)
+    """The number that the keys name, yet no more than there are keys."""
+    steps = [int(m[1]) for key in header.entries if (m := re.match(r"decode\.(\d{1,9})\.", key))]
+    return min(1 + max(steps, default=-1), len(header.entries))
 
 
 def check_keys(header: Header, expected: Expectation, findings: Findings) -> None:

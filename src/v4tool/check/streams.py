@@ -151,8 +151,8 @@ class BoundedComparison:
     `close` reports at most one finding, with the first wrong value and how many there are.
     """
 
-    def __init__(self, block: BlockPass, rule: str, key: str, of: list[str]) -> None:
-        self.block, self.rule, self.key, self.of = block, rule, key, of
+    def __init__(self, block: BlockPass, rule: str, key: str, sources: list[str]) -> None:
+        self.block, self.rule, self.key, self.sources = block, rule, key, sources
         self.count = self.wrong = 0
         self.first: tuple[int, str, str] | None = None
 
@@ -177,7 +177,7 @@ class BoundedComparison:
     def close(self) -> None:
         """Count the values under the rule, and report a finding if one was wrong."""
         findings = self.block.findings
-        findings.applied(self.rule, [self.key, *self.of], self.count)
+        findings.applied(self.rule, [self.key, *self.sources], self.count)
         if self.first is None:
             return
         index, expected, found = self.first
@@ -185,36 +185,36 @@ class BoundedComparison:
         findings.report(
             self.key,
             self.rule,
-            f"{expected} at {where} (from {', '.join(self.of)})",
+            f"{expected} at {where} (from {', '.join(self.sources)})",
             f"{found}; {self.wrong} of {self.count} values differ",
         )
 
 
 @dataclass(frozen=True)
 class Streams:
-    """The residual streams at a block's input. of: the keys that they are computed from."""
+    """The residual streams at a block's input. sources: the keys that they are computed from."""
 
     block: BlockPass
-    of: list[str]
+    sources: list[str]
 
     @classmethod
     def before(cls, block: BlockPass) -> "Streams | None":
         """The input streams of a block, or None if the file lacks a key that they come from."""
         if block.is_mtp:
-            of = [block.key("e_proj.out"), block.key("h_proj.out")]
+            sources = [block.key("e_proj.out"), block.key("h_proj.out")]
         elif block.layer == 0:
-            of = [block.pass_prefix + "embed.out"]
+            sources = [block.pass_prefix + "embed.out"]
         else:
-            of = [f"{block.pass_prefix}layers.{block.layer - 1}.out"]
-        return cls(block, of) if block.tensors.has(*of) else None
+            sources = [f"{block.pass_prefix}layers.{block.layer - 1}.out"]
+        return cls(block, sources) if block.tensors.has(*sources) else None
 
     def read(self, start: int, stop: int) -> BoundedValues:
         """The streams of tokens start ... stop - 1: BF16 values [s, M, D] without error."""
         tensors, config = self.block.tensors, self.block.config
         buffer = term_buffer(stop - start, config.hc_mult, config.dim)
-        values = to_f32(tensors.bits(self.of[0], start, stop))
+        values = to_f32(tensors.bits(self.sources[0], start, stop))
         if self.block.is_mtp:
-            sums = to_f64(tensors.bits(self.of[1], start, stop)) + values[:, None]
+            sums = to_f64(tensors.bits(self.sources[1], start, stop)) + values[:, None]
             buffer[:, 1:] = to_f32(to_bf16(sums))
         else:
             buffer[:, 1:] = values[:, None] if self.block.layer == 0 else values
@@ -226,14 +226,16 @@ def check_streams(block: BlockPass) -> None:
     entering = Streams.before(block)
     if entering is None or not block.has("hc_attn.pre"):
         return
-    attn = _Norm(block, "attn_norm", "attn_norm.out", [*entering.of, block.key("hc_attn.pre")])
+    attn = _Norm(block, "attn_norm", "attn_norm.out", [*entering.sources, block.key("hc_attn.pre")])
     middle = [block.key(f"hc_attn.{name}") for name in ("post", "comb")] + [block.key("attn.out")]
     goes_on = block.tensors.has(*middle) and block.has("hc_ffn.pre")
-    ffn = _Norm(block, "ffn_norm", "ffn_norm.out", [*entering.of, *middle, block.key("hc_ffn.pre")])
+    ffn = _Norm(
+        block, "ffn_norm", "ffn_norm.out", [*entering.sources, *middle, block.key("hc_ffn.pre")]
+    )
     last = [block.key(f"hc_ffn.{name}") for name in ("post", "comb")] + [block.key("ffn.out")]
     leaving = block.key("out")
     ends = goes_on and not block.is_mtp and block.tensors.has(leaving, *last)
-    judged = BoundedComparison(block, "streams", leaving, [*entering.of, *middle, *last])
+    outgoing = BoundedComparison(block, "streams", leaving, [*entering.sources, *middle, *last])
     width = block.config.hc_mult * block.config.dim
     for start, stop in block.pieces(width):
         x = entering.read(start, stop)
@@ -245,12 +247,12 @@ def check_streams(block: BlockPass) -> None:
         if ends:
             found = block.tensors.bits(leaving, start, stop)
             post = post_terms(block, "hc_ffn", "ffn.out", x, start, stop)
-            judged.add(start * width, found, *post)
+            outgoing.add(start * width, found, *post)
     attn.close()
     if goes_on:
         ffn.close()
     if ends:
-        judged.close()
+        outgoing.close()
 
 
 def middle_streams(
@@ -295,9 +297,9 @@ def post_terms(
 class _Norm:
     """Bounds of the unknown weight of a norm whose input is the streams weighted by `pre`."""
 
-    def __init__(self, block: BlockPass, rule: str, out: str, of: list[str]) -> None:
+    def __init__(self, block: BlockPass, rule: str, out: str, sources: list[str]) -> None:
         self.block, self.rule, self.out = block, rule, out
-        self.bounds = RowBounds(block.key(out), tuple(of), block.config.dim, discrete=True)
+        self.bounds = RowBounds(block.key(out), tuple(sources), block.config.dim, discrete=True)
 
     def add(self, start: int, stop: int, y: BoundedValues) -> None:
         """Add the bounds that tokens start ... stop - 1 give; y: the norm's input, [s, 1, D]."""
@@ -308,7 +310,7 @@ class _Norm:
             self.bounds.add(*norm_bounds(out, values, self.block.config.norm_eps, error))
 
     def close(self) -> None:
-        """Hand the bounds on, to be judged with those of other passes."""
+        """Add the bounds to those of other passes, which are intersected at the end."""
         if self.bounds.rows:
             name = f"{self.block.weights}{self.out.removesuffix('.out')}.weight"
             self.block.weight_bounds.add(self.rule, name, self.bounds)
@@ -327,10 +329,10 @@ def check_mtp_input(block: BlockPass) -> None:
         block.duplicates.add(block.weights, rows, block.prefix, ["h_proj.out"], "hnorm.out")
     for name in ("out", "logits.out"):
         if block.has(name, "head.out"):
-            of = block.key("head.out")
-            found, expected = tensors.floats(block.key(name)), tensors.floats(of)
+            source = block.key("head.out")
+            found, expected = tensors.floats(block.key(name)), tensors.floats(source)
             words = [values.view(np.uint32) for values in (found, expected)]
-            block.findings.equal("logits", block.key(name), words[0], words[1], [of])
+            block.findings.equal("logits", block.key(name), words[0], words[1], [source])
 
 
 def _check_hnorm(block: BlockPass) -> None:

@@ -118,11 +118,11 @@ def sink_bounds(out: Bits, numerator: F64, denominator: F64, highest: F64) -> tu
 class PassBounds:
     """Bounds of a weight from one pass, F64 [n] each, and the number of rows they come from.
 
-    key: the recorded output; of: the keys that its inputs come from.
+    key: the recorded output; sources: the keys that its inputs come from.
     """
 
     key: str
-    of: tuple[str, ...]
+    sources: tuple[str, ...]
     low: F64
     high: F64
     rows: int
@@ -144,15 +144,15 @@ class WeightBounds:
 
         Columns without any possible weight are reported here and no longer bound the weight.
         """
-        key, of = bounds.key, bounds.of
-        self.findings.applied(rule, [key, *of], bounds.values)
+        key, sources = bounds.key, bounds.sources
+        self.findings.applied(rule, [key, *sources], bounds.values)
         low, high = bounds.low, bounds.high
         wrong = np.flatnonzero(~bounds.possible(low, high))
         if wrong.size:
             self._report_rows(rule, bounds, wrong)
             low, high = low.copy(), high.copy()
             low[wrong], high[wrong] = -np.inf, np.inf
-        known = PassBounds(key, of, low, high, bounds.rows)
+        known = PassBounds(key, sources, low, high, bounds.rows)
         with self._lock:
             self._passes.setdefault((rule, weight), []).append(known)
 
@@ -166,7 +166,7 @@ class WeightBounds:
         self.findings.report(
             bounds.key,
             rule,
-            f"{expected} (from {', '.join(bounds.of)})",
+            f"{expected} (from {', '.join(bounds.sources)})",
             f"no such weight for {where}; {wrong.size} columns differ",
         )
 
@@ -190,7 +190,7 @@ class WeightBounds:
                 self._compare_pass(f"{rule} from weights", weight, values, one)
 
     def _compare_pass(self, rule: str, weight: str, values: F64, one: PassBounds) -> None:
-        self.findings.applied(rule, [one.key, *one.of], len(values))
+        self.findings.applied(rule, [one.key, *one.sources], len(values))
         outside = np.flatnonzero((values < one.low) | (values > one.high))
         if outside.size:
             column = int(outside[0])
@@ -199,7 +199,7 @@ class WeightBounds:
                 one.key,
                 rule,
                 f"outputs of {weight} = {format_number(values[column])} in column {column} "
-                f"(from {', '.join(one.of)})",
+                f"(from {', '.join(one.sources)})",
                 f"outputs that need {low} ... {high}; {outside.size} columns differ",
             )
 
@@ -222,7 +222,7 @@ class WeightBounds:
                 passes[i].key,
                 rule,
                 f"the {weight} of the other passes, {format_number(value)} in column {column} "
-                f"(from {', '.join(passes[i].of)})",
+                f"(from {', '.join(passes[i].sources)})",
                 f"outputs that need another value; {wrong.size} columns differ",
             )
 
@@ -230,12 +230,12 @@ class WeightBounds:
 class RowBounds:
     """Bounds of a weight from the rows of one pass, added some rows at a time.
 
-    key: the recorded output; of: the keys that its inputs come from; columns: n, the weight's
+    key: the recorded output; sources: the keys that its inputs come from; columns: n, the weight's
     length; discrete: whether the weight is a BF16 number. low, high: the intersection, F64 [n].
     """
 
-    def __init__(self, key: str, of: tuple[str, ...], columns: int, *, discrete: bool) -> None:
-        self.key, self.of, self.discrete = key, of, discrete
+    def __init__(self, key: str, sources: tuple[str, ...], columns: int, *, discrete: bool) -> None:
+        self.key, self.sources, self.discrete = key, sources, discrete
         self.low, self.high = np.full(columns, -np.inf), np.full(columns, np.inf)
         self.rows = 0
         self._kept: list[tuple[Floats, Floats]] = []

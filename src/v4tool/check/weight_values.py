@@ -47,14 +47,14 @@ def compare_sums(
     found: npt.NDArray[np.float32],
     expected: F64,
     size: F64,
-    of: Sequence[str],
+    sources: Sequence[str],
 ) -> None:
     """Report where FP32 values differ from binary64 sums by more than the order of summation may.
 
-    Allowed is 1 ulp of FP32, or 1e-14 of size, the sum of the terms' magnitudes; of: the keys that
-    the sums come from.
+    Allowed is 1 ulp of FP32, or 1e-14 of size, the sum of the terms' magnitudes; sources: the keys
+    that the sums come from.
     """
-    findings.applied(rule, [key, *of], found.size)
+    findings.applied(rule, [key, *sources], found.size)
     gap = np.abs(found.astype(np.float64) - expected)
     allowed = np.maximum(ULPS * np.spacing(np.abs(found)).astype(np.float64), 1e-14 * size)
     wrong = np.flatnonzero(~(gap <= allowed).reshape(-1))
@@ -63,6 +63,6 @@ def compare_sums(
         findings.report(
             key, rule,
             f"{format_number(expected.reshape(-1)[i])} at {findings.indices(key, i, found.shape)} "
-            f"(from {', '.join(of)})",
+            f"(from {', '.join(sources)})",
             f"{format_number(found.reshape(-1)[i])}; {wrong.size} of {found.size} values differ",
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Directory of a profile's checkpoint: located, or made of random values on first use.
+"""Directory of a profile's checkpoint; one of random values is made on first use.
 
 Left out: which directory a profile means (`profiles.locate`), how random values are drawn
 (`synth`), and whether the checkpoint is well formed (`shards`).

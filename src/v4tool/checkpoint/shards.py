@@ -1,11 +1,9 @@
-"""A checkpoint opened for reading: one tensor, some of its rows, one expert at a time (SPEC
-section 2).
+"""Reader of a checkpoint: whole tensors, or some of their rows (SPEC section 2).
 
-Everything that can be told from headers is checked when it is opened; what only the payload shows
-(a NaN scale, a tail of zeros, an impossible routing table) is checked when a tensor is read.
-Reads go by `pread` straight into the tensor's own memory, so peak memory is what the caller
-holds, whatever the size of the files. Left out: decoding the number formats (`quant`), NaN codes
-in weights (`v4tool check --port`).
+Headers and trailing zeros of the files are checked on opening; NaN scales, tensors of zeros and
+invalid routing tables when a tensor is read. `pread` reads into the tensor's own memory, so peak
+memory is what the caller holds, for files of any size. Left out: decoding the number formats
+(`quant`), NaN codes in weights (`v4tool check --port`).
 """
 
 import os
@@ -17,7 +15,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from v4tool.checkpoint.header import Entry
 from v4tool.checkpoint.inspection import compare
 from v4tool.checkpoint.layout import TensorSpec, layout
 from v4tool.checkpoint.payload import (
@@ -32,6 +29,7 @@ from v4tool.checkpoint.tensor_index import TensorIndex, catalogue
 from v4tool.config import ModelConfig
 from v4tool.errors import CheckpointError
 from v4tool.page_cache import dont_need, memory, will_need
+from v4tool.safetensors_header import Entry
 
 TORCH_DTYPES = {
     "F8_E4M3": torch.uint8,
@@ -102,7 +100,7 @@ class Checkpoint:
         if not found.problems:
             found.problems += zero_tails(found, layout(config))
         result = compare(found, config, mtp=mtp)
-        # what a missing or damaged file should have held needs no second complaint
+        # the tensors of a missing or damaged file are not reported a second time
         problems = found.problems or result.problems
         if problems:
             raise CheckpointError(f"{found.directory}: {'; '.join(problems)}")
@@ -157,10 +155,12 @@ class Checkpoint:
         return self._load(name, entry, entry.start + start * row_bytes, shape, buffer)
 
     def gather_rows(self, name: str, rows: Tensor | Sequence[int]) -> Tensor:
-        """The given rows, `[*rows.shape, ...]`; each is read once, neighbours in one go."""
+        """The given rows, `[*rows.shape, ...]`; each is read once, consecutive ones together."""
         entry = self._entry(name)
         count, row_bytes = _rows(entry)
-        wanted, place = torch.unique(torch.as_tensor(rows, dtype=torch.int64), return_inverse=True)
+        wanted, inverse = torch.unique(
+            torch.as_tensor(rows, dtype=torch.int64), return_inverse=True
+        )
         if wanted.numel() and (wanted[0] < 0 or wanted[-1] >= count):
             raise CheckpointError(
                 f"{name}: expected rows 0 ... {count - 1}, found {wanted[0]} ... {wanted[-1]}"
@@ -172,10 +172,10 @@ class Checkpoint:
             self._fill(name, entry.start + first * row_bytes, part)
             done += length
         values = self._interpret(name, entry, raw, (wanted.numel(), *self.specs[name].shape[1:]))
-        return values[place]
+        return values[inverse]
 
     def advise(self, names: Iterable[str]) -> None:
-        """Tell the kernel that these tensors will be read soon; returns at once."""
+        """Ask the kernel to read these tensors into the page cache; returns at once."""
         for name in names:
             entry = self._entry(name)
             will_need(self._fd(name), entry.start, entry.nbytes)
@@ -230,7 +230,7 @@ class Checkpoint:
             dont_need(fd, offset, done)
 
     def _interpret(self, name: str, entry: Entry, raw: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Bytes to values of the expected kind, refused where they cannot be right."""
+        """Bytes as values in the layout's form; CheckpointError for invalid ones."""
         spec = self.specs[name]
         dtype = TORCH_DTYPES[entry.dtype]
         values = (raw if dtype == raw.dtype else raw.view(dtype)).view(shape)
@@ -245,7 +245,7 @@ class Checkpoint:
         return values
 
     def _require_not_zero(self, name: str, entry: Entry, raw: Tensor) -> None:
-        """Refuse a tensor that is zero throughout; rows of zeros (unused tokens) are no proof."""
+        """CheckpointError if all of a tensor is zero; `raw`, the part that was read, may be."""
         if name in self._not_zero or any(raw.numpy().data[:PROBE]) or raw.any():
             self._not_zero.add(name)
             return

@@ -29,15 +29,15 @@ from v4tool.errors import InputError
 def dump(
     case: CaseOption = None,
     every: AllOption = False,
-    text: Annotated[str | None, typer.Option("--text", help="A prompt of your own.")] = None,
+    text: Annotated[str | None, typer.Option("--text", help="Text to use as the prompt.")] = None,
     input_ids: Annotated[
-        str | None, typer.Option("--input-ids", help="Token ids of your own: 1,2,3.")
+        str | None, typer.Option("--input-ids", help="Token ids to use as the prompt: 1,2,3.")
     ] = None,
     decode: Annotated[
-        int | None, typer.Option("--decode", help="Main-stack decode steps, greedy.")
+        int | None, typer.Option("--decode", help="Number of greedy decode steps.")
     ] = None,
     decode_ids: Annotated[
-        str | None, typer.Option("--decode-ids", help="Ids of the decode steps: 5,6,7.")
+        str | None, typer.Option("--decode-ids", help="Token ids of the decode steps: 5,6,7.")
     ] = None,
     ckpt: CkptOption = None,
     profile: ProfileOption = None,
@@ -49,12 +49,12 @@ def dump(
         Path | None, typer.Option("--out", help="A .safetensors file, or a directory.")
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", help="Record keys that match, e.g. '*.attn.out'.")
+        list[str] | None, typer.Option("--only", help="Shell pattern of keys, as '*.attn.out'.")
     ] = None,
     layers: Annotated[
         str | None, typer.Option("--layers", help="Record these layers only: 0,2-5.")
     ] = None,
-    mtp: Annotated[bool, typer.Option("--mtp/--no-mtp", help="Leave the MTP block out.")] = True,
+    mtp: Annotated[bool, typer.Option("--mtp/--no-mtp", help="Record the MTP block.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Record NaN and infinity instead of stopping.")
@@ -97,7 +97,7 @@ def dump(
 
 
 def show_dump(results: list[Any], as_json: bool, quiet: bool) -> None:
-    """The results of a dump: a table or JSON on stdout, one closing line on stderr."""
+    """Print the results of a dump as a table or JSON to stdout, and the totals to stderr."""
     from v4tool.report import tables
 
     if as_json:

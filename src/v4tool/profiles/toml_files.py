@@ -1,7 +1,6 @@
-"""Reads a TOML file into a pydantic model; every error becomes one line.
+"""Reads a TOML file into a pydantic model, with one-line errors.
 
-The line is `file: dotted key: expected ..., found ...`. Left out: what may stand in a file, see
-`schema`.
+An error reads `file: dotted key: expected ..., found ...`. Left out: the models (`schema`).
 """
 
 import tomllib
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from v4tool.errors import ProfileError
 from v4tool.profiles.schema import TABLES
 from v4tool.profiles.setting_values import close, short
+from v4tool.untrusted import read_small, shortened
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -30,7 +30,7 @@ WORDING = (
 
 
 def read(path: Path, shown: str, model: type[Model]) -> Model:
-    """The file as `model`; `shown` is what messages call it. ProfileError for anything wrong."""
+    """Read a file as `model`; shown: its name in messages. ProfileError if it is invalid."""
     raw = _parse(path, shown)
     try:
         return model.model_validate(raw)
@@ -40,19 +40,30 @@ def read(path: Path, shown: str, model: type[Model]) -> Model:
 
 def _parse(path: Path, shown: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_small(path).decode("utf-8"))
     except OSError as error:
         raise ProfileError(f"{shown}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ProfileError(f"{shown}: expected UTF-8, found none at byte {error.start}") from error
+    except RecursionError as error:
+        raise ProfileError(f"{shown}: not valid TOML: nested too deeply") from error
     except tomllib.TOMLDecodeError as error:
         raise ProfileError(f"{shown}: not valid TOML: {error}") from error
+    except ValueError as error:
+        raise ProfileError(f"{shown}: {_too_large(error)}") from error
+
+
+def _too_large(error: ValueError) -> str:
+    """Message for a file that is too large or not regular, or has too long numbers."""
+    return (
+        "not valid TOML: a number of thousands of digits" if "digits" in str(error) else str(error)
+    )
 
 
 def _one_line(
     error: ValidationError, shown: str, raw: Mapping[str, Any], model: type[BaseModel]
 ) -> str:
-    """The first error, and how many more there are."""
+    """The first error, and the number of others."""
     errors = error.errors(include_url=False)
     where = _dotted(errors[0]["loc"], raw)
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
@@ -60,12 +71,12 @@ def _one_line(
 
 
 def _dotted(location: Sequence[int | str], raw: Mapping[str, Any]) -> str:
-    """`cases.prompt32.decode` for ("cases", 1, "decode"): a case goes by its id if it has one."""
-    parts = [str(part) for part in location]
+    """Dotted key of an error: `cases.prompt32.decode` for ("cases", 1, "decode"); cases by id."""
+    parts = [shortened(str(part)) for part in location]
     if len(location) > 1 and location[0] == "cases" and isinstance(location[1], int):
         case = raw["cases"][location[1]]
         if isinstance(case, dict) and isinstance(case.get("id"), str):
-            parts[1] = case["id"]
+            parts[1] = shortened(case["id"])
     return ".".join(parts)
 
 

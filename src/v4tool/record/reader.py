@@ -4,7 +4,6 @@ Left out: whether the contents are right, which `check` decides; the file only h
 torch is imported only when a torch tensor is asked for.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from v4tool.errors import RecordingError
 from v4tool.names import ITEMSIZE
+from v4tool.untrusted import kind_of, parse_json, shortened
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,12 +31,15 @@ class Recording:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if kind_of(path) == "a pipe or device":
+            raise RecordingError(f"{path}: expected a recording, found a pipe or device")
         try:
             self._file = safe_open(str(path), framework="np")
         except FileNotFoundError:
             raise RecordingError(f"{path}: no such recording") from None
         except (SafetensorError, OSError) as error:
-            raise RecordingError(f"{path}: not a readable safetensors file: {error}") from None
+            reason = shortened(str(error), 200)
+            raise RecordingError(f"{path}: not a readable safetensors file: {reason}") from None
         self.metadata: dict[str, str] = self._file.metadata() or {}
         self.specs: dict[str, tuple[str, tuple[int, ...]]] = {
             key: self._spec(key)
@@ -105,11 +108,11 @@ class Recording:
         if field not in self.metadata and not required:
             return []
         try:
-            ids = json.loads(self.metadata[field])
+            ids = parse_json(self.metadata[field])
         except (KeyError, ValueError):
             ids = None
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            found = self.metadata.get(field, "nothing")
+            found = shortened(self.metadata.get(field, "nothing"))
             raise RecordingError(
                 f"{self.path}: metadata {field}: expected a list of ids, found {found}"
             )

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from v4tool.errors import VtError
+from v4tool.untrusted import read_small, shortened
 from v4tool.verify.bound_names import bound_names, imported_names, local_names
 
 
@@ -84,11 +85,13 @@ def read_description(path: Path | str) -> Description:
     """Parse a `.vt` file and check it; VtError names file, line and node."""
     path = Path(path)
     try:
-        source = path.read_text(encoding="utf-8")
+        source = read_small(path).decode("utf-8")
     except OSError as error:
         raise VtError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise VtError(f"{path.name}: not UTF-8 text: {error.reason}") from None
+    except ValueError as error:
+        raise VtError(f"{path}: {error}") from None
     return _parsed(path, source)
 
 
@@ -99,13 +102,23 @@ def _parsed(path: Path, source: str) -> Description:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         raise VtError(f"{path.name}:{line}: not Python: {getattr(error, 'msg', error)}") from None
+    except (RecursionError, MemoryError):
+        raise VtError(f"{path.name}: nested too deeply for Python's parser") from None
+    try:
+        return Description(path, source, _nodes(path, tree))
+    except RecursionError:
+        raise VtError(f"{path.name}: nested too deeply") from None
+
+
+def _nodes(path: Path, tree: ast.Module) -> dict[str, NodeSpec]:
+    """Every node of a file; VtError for the first rule that one breaks."""
     rules = _Rules(path, tree)
     nodes = {spec.name: spec for spec, _ in rules.declared}
     if not nodes:
         raise VtError(f"{path.name}: no function is decorated with @vt.NodeChecker")
     for spec, function in rules.declared:
         rules.check(spec, function, nodes)
-    return Description(path, source, nodes)
+    return nodes
 
 
 class _Rules:
@@ -126,9 +139,11 @@ class _Rules:
             if self._is_checker(decorator)
         ]
 
-    def _fail(self, node: str, place: ast.AST, problem: str) -> VtError:
-        line = getattr(place, "lineno", 1)
-        return VtError(f"{self.path.name}:{line}: node {node}: {problem}")
+    def _fail(self, node: str, element: ast.AST, problem: str) -> VtError:
+        line = getattr(element, "lineno", 1)
+        return VtError(
+            f"{self.path.name}:{line}: node {shortened(node)}: {shortened(problem, 200)}"
+        )
 
     @staticmethod
     def _alias(tree: ast.Module, module: str) -> str | None:
@@ -159,7 +174,7 @@ class _Rules:
             )
         try:
             values = {name: ast.literal_eval(value) for name, value in given.items()}
-        except ValueError:
+        except (ValueError, TypeError):  # a list as a dict's key is a TypeError
             raise self._fail(
                 function.name, decorator, "weights, outputs and templates must be literals"
             ) from None
@@ -178,7 +193,7 @@ class _Rules:
         )
 
     def _check_types(
-        self, function: ast.FunctionDef, place: ast.expr, values: dict[str, object]
+        self, function: ast.FunctionDef, decorator: ast.expr, values: dict[str, object]
     ) -> None:
         weights, outputs, templates = values["weights"], values["outputs"], values["templates"]
         good = (
@@ -192,7 +207,7 @@ class _Rules:
         if not good:
             raise self._fail(
                 function.name,
-                place,
+                decorator,
                 "expected {local name: checkpoint key}, [dump key or None, …], [template, …]",
             )
 
@@ -237,8 +252,8 @@ class _Body:
         self.locals = local_names(function)
         self.called: set[ast.expr] = set()
 
-    def _fail(self, place: ast.AST, problem: str) -> VtError:
-        return self.rules._fail(self.spec.name, place, problem)
+    def _fail(self, element: ast.AST, problem: str) -> VtError:
+        return self.rules._fail(self.spec.name, element, problem)
 
     def check(self) -> None:
         """Walk the body; calls are checked before the names and attributes in them."""
@@ -284,9 +299,9 @@ class _Body:
         else:
             self._require(attribute, attribute.attr in ATTRIBUTES, f"attribute {attribute.attr}")
 
-    def _require(self, place: ast.AST, allowed: bool, what: str) -> None:
+    def _require(self, element: ast.AST, allowed: bool, what: str) -> None:
         if not allowed:
-            raise self._fail(place, f"{what} is not in the language")
+            raise self._fail(element, f"{what} is not in the language")
 
     def _check_name(self, name: ast.Name) -> None:
         if name.id in self.rules.imported and name.id not in self.locals:

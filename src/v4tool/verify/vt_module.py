@@ -46,13 +46,12 @@ def surroundings(module: types.ModuleType, environment: Mapping[str, str]) -> It
 
 def execute(description: Description) -> dict[str, Any]:
     """Execute the file's top level and return its namespace; VtError, in one line, if it raises."""
-    code = compile(description.source, str(description.path), "exec")
     namespace: dict[str, Any] = {
         "__name__": "vt_description",
         "__file__": str(description.path),
     }
     try:
-        exec(code, namespace)
+        exec(compile(description.source, str(description.path), "exec"), namespace)
     except V4ToolError:
         raise
     except Exception as error:
