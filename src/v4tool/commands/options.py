@@ -72,11 +72,14 @@ def checkpoint_directory(profile: "Profile", *, quiet: bool = False) -> Path:
     return directory.checkpoint_directory(profile, discard if quiet else say)
 
 
-def open_checkpoint(profile: "Profile", *, mtp: bool = True, quiet: bool = False) -> "Checkpoint":
+def open_checkpoint(
+    profile: "Profile", *, mtp: bool = True, allow_nan: bool = False, quiet: bool = False
+) -> "Checkpoint":
     """Open the profile's checkpoint; notes about it go to stderr."""
     from v4tool.checkpoint import directory
 
-    return directory.open_checkpoint(profile, discard if quiet else say, mtp=mtp)
+    remark = discard if quiet else say
+    return directory.open_checkpoint(profile, remark, mtp=mtp, allow_nan=allow_nan)
 
 
 def model_config(profile: "Profile") -> "ModelConfig":

@@ -5,6 +5,7 @@ prefill and decode step, and the decode steps of the main stack for all prompts;
 fewer steps end earlier. Of a layer only the state that decode needs (`LayerState`) is kept.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -172,9 +173,11 @@ def through_heads(
 def greedy(sequences: list[Sequence], logits_nV: Tensor, number: int) -> None:
     """Append the arg-max of the logits to sequences that have no id for decode step `number`.
 
-    The logits are compared in FP32, as recorded; ties go to the lowest index.
+    The logits are compared in FP32, as recorded; ties go to the lowest index. NaN counts as minus
+    infinity, so the id is 0 if all logits are NaN.
     """
-    for sequence, row in zip(sequences, logits_nV.float(), strict=True):
+    comparable = logits_nV.float().nan_to_num(-math.inf, math.inf, -math.inf)
+    for sequence, row in zip(sequences, comparable, strict=True):
         if len(sequence.decode_ids) == number < sequence.decode:
             sequence.decode_ids.append(int((row == row.max()).nonzero()[0]))
 
