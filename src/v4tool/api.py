@@ -38,6 +38,7 @@ def dump(
     layers: Iterable[int] | None = None,
     mtp: bool = True,
     force: bool = False,
+    keep_going: bool = False,
     profile: StrPath | None = None,
     threads: int | None = None,
     seed: int | None = None,
@@ -52,10 +53,12 @@ def dump(
     case (one id or several), input_ids and text exactly one is given. decode: decode steps of the
     main stack, greedy after the ids in decode_ids. out: a .safetensors file, or a directory, which
     gets a manifest (default: the profile's). only: shell patterns of keys; layers: main layers.
-    force: replace files that exist. seed: of the weights that nano makes.
+    force: replace files that exist. keep_going: record NaN and infinity; the results count them.
+    seed: of the weights that nano makes.
 
     Files appear under their names when they are whole. Raises V4ToolError: InputError for prompts,
-    patterns and layers, CheckpointError, ConfigError, ProfileError, OutputError.
+    patterns and layers, NotFiniteError for the first key with NaN or infinity, CheckpointError,
+    ConfigError, ProfileError, OutputError.
     """
     from v4tool import dumping
     from v4tool.checkpoint.directory import open_checkpoint
@@ -67,7 +70,7 @@ def dump(
     kept = None if layers is None else frozenset(layers)
     selection = dumping.Selection(tuple(only) if only else None, kept, mtp)
     target = None if out is None else Path(out)
-    with open_checkpoint(resolved, LOG.info, mtp=mtp) as checkpoint:
+    with open_checkpoint(resolved, LOG.info, mtp=mtp, allow_nan=keep_going) as checkpoint:
         vocab_size = checkpoint.config.vocab_size
         chosen = _prompts(resolved, case, text, input_ids, vocab_size)
         if decode_ids:
@@ -75,8 +78,9 @@ def dump(
         cases = [with_decode(each, decode, decode_ids) for each in chosen]
         paths = dumping.output_paths(cases, target, resolved.out_dir, force=force)
         results = dumping.dump_cases(
-            resolved, checkpoint, cases, paths, selection=selection, force=force
-        )
+            resolved, checkpoint, cases, paths,
+            selection=selection, force=force, keep_going=keep_going,
+        )  # fmt: skip
         if not dumping.is_one_file(target):
             dumping.enter_in_manifest(resolved, checkpoint.config, results)
     return results

@@ -32,6 +32,7 @@ from v4tool.names import (
     pass_of,
     recording_keys,
 )
+from v4tool.not_finite import FiniteCheck, all_finite
 from v4tool.profiles import Case, Profile, validate_ids
 from v4tool.quant.linear import backend_in_use
 from v4tool.record.manifest import Run
@@ -103,7 +104,8 @@ class DumpResult:
     """One recording that was written.
 
     complete: whether all keys were recorded; seconds: of the whole pass, with all of its cases;
-    peak_rss, bytes_read: of the process and of the checkpoint at the end of the pass, in bytes.
+    peak_rss, bytes_read: of the process and of the checkpoint at the end of the pass, in bytes;
+    not_finite: keys with NaN or infinity; first_not_finite: the first of them and its values.
     """
 
     case: Case
@@ -118,6 +120,8 @@ class DumpResult:
     seconds: float
     peak_rss: int
     bytes_read: int
+    not_finite: int = 0
+    first_not_finite: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The result as plain data for JSON."""
@@ -131,7 +135,10 @@ class DumpResult:
 
 
 class CaseRecorder:
-    """The tap of one case: passes selected values to the case's writer, and counts experts."""
+    """The tap of one case: passes selected values to the case's writer, and counts experts.
+
+    check: told of every value that is not finite, selected or not.
+    """
 
     def __init__(
         self,
@@ -139,19 +146,27 @@ class CaseRecorder:
         keys: Keys,
         selection: Selection,
         writer: RecordingWriter,
+        check: FiniteCheck,
         progress: "Progress",
     ) -> None:
         self.case, self.selection, self.writer, self.progress = case, selection, writer, progress
+        self.check = check
         self.wanted = frozenset(keys)
         self.experts = 0
 
     def tap(self, key: str, value: Tensor) -> None:
-        """Record a value if its key is selected."""
+        """Record a value if its key is selected.
+
+        NotFiniteError as `FiniteCheck.see`; of recorded values up to one buffer later.
+        """
         if is_expert(key) and key.endswith("w1.out"):
             self.experts += 1
             self.progress.expert()
         if generic(key) in self.wanted and self.selection.wants(key):
             self.writer.put(key, value)
+        elif not all_finite(value):
+            self.writer.look()
+            self.check.see(key, value)
 
 
 class Progress(Protocol):
@@ -255,13 +270,16 @@ def dump_cases(
     *,
     selection: Selection = Selection(),
     force: bool = False,
+    keep_going: bool = False,
     progress: Progress = NoProgress(),  # noqa: B008  (has no state)
 ) -> list[DumpResult]:
     """Run the model on all cases in one pass over the weights and write their recordings.
 
-    paths: one file per case (see `output_paths`). progress: called before each module runs.
+    paths: one file per case (see `output_paths`). keep_going: record NaN and infinity. progress:
+    called before each module runs.
     A file gets its final name when it is complete; on an error all of them are discarded.
-    Raises InputError for ids outside the vocabulary, OutputError if a file cannot be written.
+    Raises InputError for ids outside the vocabulary, OutputError if a file cannot be written,
+    NotFiniteError for the first key with NaN or infinity.
     """
     config, started = checkpoint.config, time.monotonic()
     for case in cases:
@@ -278,8 +296,11 @@ def dump_cases(
         for case, path, wanted in zip(cases, paths, keys, strict=True):
             metadata = metadata_of(profile, checkpoint, case, selection)
             tensors = most_tensors(config, wanted, len(case.input_ids))
-            writer = stack.enter_context(RecordingWriter(path, tensors, metadata, force=force))
-            recorder = CaseRecorder(case, wanted, selection, writer, progress)
+            check = FiniteCheck(case.id, checkpoint, keep_going=keep_going)
+            writer = stack.enter_context(
+                RecordingWriter(path, tensors, metadata, force=force, inspect=check.see)
+            )
+            recorder = CaseRecorder(case, wanted, selection, writer, check, progress)
             ids, decode_ids = list(case.input_ids), list(case.decode_ids)
             recorders.append(recorder)
             sequences.append(stream.Sequence(ids, recorder.tap, case.decode, decode_ids))
@@ -316,6 +337,8 @@ def _finish(
         seconds=time.monotonic() - started,
         peak_rss=peak_rss(),
         bytes_read=checkpoint.bytes_read,
+        not_finite=len(recorder.check.keys),
+        first_not_finite=recorder.check.first,
     )
 
 

@@ -44,6 +44,10 @@ class OutputError(V4ToolError):
     """A file cannot be written, or would replace another one."""
 
 
+class NotFiniteError(V4ToolError):
+    """A pass over a checkpoint gives NaN or infinity."""
+
+
 class RecordingError(V4ToolError):
     """A recording or its manifest cannot be read (defects inside a recording are findings)."""
 

@@ -33,9 +33,12 @@ def checkpoint_directory(profile: Profile, remark: Remark) -> Path:
     return directory
 
 
-def open_checkpoint(profile: Profile, remark: Remark, *, mtp: bool = True) -> Checkpoint:
+def open_checkpoint(
+    profile: Profile, remark: Remark, *, mtp: bool = True, allow_nan: bool = False
+) -> Checkpoint:
     """The profile's checkpoint, opened (see `Checkpoint.open`); its notes go to `remark`."""
-    checkpoint = Checkpoint.open(checkpoint_directory(profile, remark), mtp=mtp)
+    directory = checkpoint_directory(profile, remark)
+    checkpoint = Checkpoint.open(directory, mtp=mtp, allow_nan=allow_nan)
     for note in checkpoint.notes:
         remark(f"note: {note}")
     return checkpoint

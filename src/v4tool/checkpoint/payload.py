@@ -78,22 +78,33 @@ def never_zero(name: str, spec: TensorSpec) -> bool:
     return name in _VOCABULARY
 
 
-def scale_codes(name: str, values: Tensor) -> Tensor:
-    """E8M0 codes (uint8), none of them NaN; F32 scales are turned into them."""
+def scale_codes(name: str, values: Tensor, *, allow_nan: bool = False) -> Tensor:
+    """E8M0 codes (uint8), none of them NaN unless allowed; F32 scales are turned into them."""
     if values.dtype == torch.float32:
-        return _codes_of_powers(name, values)
-    if b"\xff" in values.numpy().tobytes():
+        return _codes_of_powers(name, values, allow_nan)
+    if not allow_nan and b"\xff" in values.numpy().tobytes():
         count = int((values == 0xFF).sum())
         raise CheckpointError(f"{name}: {count} of {values.numel()} scales are 0xFF (NaN)")
     return values
 
 
-def _codes_of_powers(name: str, values: Tensor) -> Tensor:
-    """F32 powers of two from 2^-127 to 2^127 as E8M0 codes; anything else is refused."""
+def check_bias(name: str, values: Tensor) -> None:
+    """No bias of the gate is NaN: it only selects experts, so no recorded value would show it."""
+    if count := int(values.isnan().sum()):
+        raise CheckpointError(f"{name}: {count} of {values.numel()} biases are NaN")
+
+
+def _codes_of_powers(name: str, values: Tensor, allow_nan: bool) -> Tensor:
+    """F32 powers of two from 2^-127 to 2^127 as E8M0 codes; anything else is refused, NaN unless
+    allowed.
+    """
     bits = values.view(torch.int32)
     smallest = bits == 1 << 22  # 2^-127 is subnormal in F32
     codes = torch.where(smallest, 0, bits >> 23)
     wrong = ((bits & 0x7FFFFF) != 0) & ~smallest | (codes < 0) | (codes > 254) | (bits == 0)
+    if allow_nan:
+        codes = torch.where(values.isnan(), 0xFF, codes)
+        wrong &= ~values.isnan()
     if wrong.any():
         found = values[wrong][0].item()
         raise CheckpointError(

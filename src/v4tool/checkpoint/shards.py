@@ -17,7 +17,14 @@ from torch import Tensor
 
 from v4tool.checkpoint.inspection import compare
 from v4tool.checkpoint.layout import TensorSpec, layout
-from v4tool.checkpoint.payload import PROBE, check_experts, never_zero, scale_codes, zero_tails
+from v4tool.checkpoint.payload import (
+    PROBE,
+    check_bias,
+    check_experts,
+    never_zero,
+    scale_codes,
+    zero_tails,
+)
 from v4tool.checkpoint.tensor_index import TensorIndex, catalogue
 from v4tool.config import ModelConfig
 from v4tool.errors import CheckpointError
@@ -53,7 +60,9 @@ class Checkpoint:
         config: ModelConfig,
         specs: dict[str, TensorSpec],
         notes: list[str],
+        *,
         drop_pages: bool,
+        allow_nan: bool,
     ) -> None:
         self.config = config
         self.directory = found.directory
@@ -61,6 +70,7 @@ class Checkpoint:
         self.notes = notes
         self.specs = specs
         self.drop_pages = drop_pages
+        self.allow_nan = allow_nan
         self.bytes_read = 0
         self._found = found
         self._lock = threading.Lock()
@@ -75,13 +85,15 @@ class Checkpoint:
         mtp: bool = True,
         drop_pages: bool | None = None,
         config: ModelConfig | None = None,
+        allow_nan: bool = False,
     ) -> Self:
         """Open and check a checkpoint directory.
 
         mtp: without it, `mtp.*` is neither checked nor readable (other designs of MTP can be left
         out). drop_pages: take a tensor's pages out of the page cache once read; by default when
         the checkpoint is larger than half of the memory, where keeping them would only push out
-        others. Raises ConfigError or CheckpointError, one line that names all problems found.
+        others. allow_nan: scales and biases may be NaN when they are read. Raises ConfigError or
+        CheckpointError, one line that names all problems found.
         """
         found = catalogue(directory)
         config = config or ModelConfig.from_file(found.directory / "config.json")
@@ -94,7 +106,8 @@ class Checkpoint:
             raise CheckpointError(f"{found.directory}: {'; '.join(problems)}")
         if drop_pages is None:
             drop_pages = sum(h.size for h in found.headers.values()) > memory() // 2
-        return cls(found, config, result.specs, found.notes + result.notes, drop_pages)
+        notes = found.notes + result.notes
+        return cls(found, config, result.specs, notes, drop_pages=drop_pages, allow_nan=allow_nan)
 
     def __contains__(self, name: str) -> bool:
         return name in self.specs
@@ -224,7 +237,9 @@ class Checkpoint:
         if never_zero(name, spec):
             self._require_not_zero(name, entry, raw)
         if spec.dtype == "F8_E8M0":
-            values = scale_codes(name, values)
+            values = scale_codes(name, values, allow_nan=self.allow_nan)
+        if name.endswith(".gate.bias") and not self.allow_nan:
+            check_bias(name, values)
         if name.endswith(".tid2eid"):
             check_experts(name, values, self.config.n_routed_experts)
         return values

@@ -56,6 +56,9 @@ def dump(
     ] = None,
     mtp: Annotated[bool, typer.Option("--mtp/--no-mtp", help="Record the MTP block.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Record NaN and infinity instead of stopping.")
+    ] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -67,7 +70,7 @@ def dump(
     resolved = resolve_profile(
         profile, ckpt=ckpt, threads=threads, seed=seed, accumulate=accumulate, backend=backend
     )
-    checkpoint = open_checkpoint(resolved, mtp=mtp, quiet=quiet)
+    checkpoint = open_checkpoint(resolved, mtp=mtp, allow_nan=keep_going, quiet=quiet)
     vocab_size = checkpoint.config.vocab_size
     if text is None and input_ids is None:
         cases = chosen_cases(resolved, case, every)
@@ -85,8 +88,9 @@ def dump(
         steps, lambda: checkpoint.bytes_read, dumping.peak_rss, quiet=quiet
     ) as progress:
         results = dumping.dump_cases(
-            resolved, checkpoint, cases, paths, selection=selection, force=force, progress=progress
-        )
+            resolved, checkpoint, cases, paths,
+            selection=selection, force=force, keep_going=keep_going, progress=progress,
+        )  # fmt: skip
     if not dumping.is_one_file(out):
         dumping.enter_in_manifest(resolved, checkpoint.config, results)
     show_dump(results, as_json, quiet)
@@ -101,4 +105,6 @@ def show_dump(results: list[Any], as_json: bool, quiet: bool) -> None:
     else:
         tables.show(tables.dump_table(results))
     if not quiet:
+        for line in tables.not_finite_lines(results):
+            say(f"note: {line}")
         say(tables.dump_line(results))

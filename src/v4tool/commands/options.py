@@ -72,11 +72,14 @@ def checkpoint_directory(profile: "Profile", *, quiet: bool = False) -> Path:
     return directory.checkpoint_directory(profile, discard if quiet else say)
 
 
-def open_checkpoint(profile: "Profile", *, mtp: bool = True, quiet: bool = False) -> "Checkpoint":
+def open_checkpoint(
+    profile: "Profile", *, mtp: bool = True, allow_nan: bool = False, quiet: bool = False
+) -> "Checkpoint":
     """Open the profile's checkpoint; notes about it go to stderr."""
     from v4tool.checkpoint import directory
 
-    return directory.open_checkpoint(profile, discard if quiet else say, mtp=mtp)
+    remark = discard if quiet else say
+    return directory.open_checkpoint(profile, remark, mtp=mtp, allow_nan=allow_nan)
 
 
 def model_config(profile: "Profile") -> "ModelConfig":
@@ -100,12 +103,18 @@ def chosen_cases(profile: "Profile", ids: list[str] | None, every: bool) -> list
 def selection_of(only: list[str] | None, layers: str | None, mtp: bool) -> "Selection":
     """The keys to record according to --only, --layers and --mtp."""
     from v4tool.dumping import Selection
+
+    numbers = frozenset(layer_numbers(layers)) if layers is not None else None
+    return Selection(tuple(only) if only else None, numbers, mtp)
+
+
+def layer_numbers(layers: str) -> list[int]:
+    """The numbers given by --layers; InputError if it is not a list of numbers and ranges."""
     from v4tool.names import parse_layers
 
     try:
-        numbers = frozenset(parse_layers(layers)) if layers is not None else None
+        return list(parse_layers(layers))
     except ValueError:
         raise InputError(
             f"--layers: expected numbers and ranges such as 0,2-5, found {layers!r}"
         ) from None
-    return Selection(tuple(only) if only else None, numbers, mtp)

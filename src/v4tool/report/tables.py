@@ -151,6 +151,16 @@ def dump_line(results: Sequence["DumpResult"]) -> str:
     )
 
 
+def not_finite_lines(results: Iterable["DumpResult"]) -> list[str]:
+    """Of every case with NaN or infinity how many keys have one, and what the first one has."""
+    return [
+        f"case {result.case.id}: NaN or infinity in {result.not_finite} keys, "
+        f"first {result.first_not_finite}"
+        for result in results
+        if result.not_finite
+    ]
+
+
 def keys_line(config: "ModelConfig", keys: Keys, length: int) -> str:
     """Number of keys, and the payload size of a recording that has them, in one line."""
     base = sum(not is_expert(key) for key in keys)
