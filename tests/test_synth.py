@@ -417,8 +417,9 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
-    """No disk holds a model of this vocabulary, and nothing is written to find out."""
-    huge = ModelConfig.from_dict(MINI.to_release_dict() | {"vocab_size": 10**13})
+    """No disk holds a model of these dimensions, and nothing is written to find out."""
+    sizes = {"vocab_size": 2**31 - 1, "hidden_size": 2**30}
+    huge = ModelConfig.from_dict(MINI.to_release_dict() | sizes)
     with pytest.raises(OutputError, match=r"expected \d+ bytes of free space, found \d+"):
         synth(tmp_path / "c", huge, seed=0)
     assert list(tmp_path.iterdir()) == []
