@@ -27,6 +27,7 @@ class Cli(Protocol):
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
     """`cli("list", "keys")` -> status, stdout, stderr."""
+    monkeypatch.delenv("COLUMNS", raising=False)
 
     def call(*args: object) -> Ran:
         monkeypatch.setattr(sys, "argv", ["v4tool", *map(str, args)])

@@ -19,11 +19,17 @@ from v4tool.names import Keys, generic, recording_keys
 ROOT = Path(__file__).parent.parent
 GOLDEN_MINI = ROOT / "tests" / "golden"
 """The small golden data: always there."""
-GOLDEN = ROOT.parent / "shared" / "golden"
+SHARED = ROOT.parent / "shared"
+GOLDEN = SHARED / "golden"
 """The larger golden data: beside the repository where somebody has it."""
 
 needs_golden = pytest.mark.skipif(
     not GOLDEN.is_dir(), reason="the larger golden data is not beside this checkout (shared/golden)"
+)
+
+needs_golden41 = pytest.mark.skipif(
+    not (SHARED / "golden41").is_dir(),
+    reason="the golden data of V4.1 is not beside this checkout (shared/golden41)",
 )
 
 

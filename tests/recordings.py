@@ -9,7 +9,8 @@ from typing import Any
 
 from v4tool.check.recording import CheckResult
 from v4tool.config import ModelConfig
-from v4tool.record.manifest import Entry, Run, describe
+from v4tool.record.manifest import Entry, Run
+from v4tool.record.statistics import describe
 
 
 @dataclass

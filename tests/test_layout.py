@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 import v4tool
-from tests.conftest import GOLDEN, GOLDEN_MINI, needs_golden
+from tests.conftest import GOLDEN, GOLDEN_MINI, SHARED, needs_golden, needs_golden41
 from v4tool.checkpoint.header import read_header
 from v4tool.checkpoint.layout import TensorSpec, Totals, layout, shard_name, totals
 from v4tool.config import ModelConfig
 
 DATA = Path(v4tool.__file__).parent / "data"
 FLASH = ModelConfig.from_file(DATA / "flash_config.json")
+V41_FLASH = ModelConfig.from_file(DATA / "v4.1-flash_config.json")
 NANO = ModelConfig.from_file(DATA / "nano_config.json")
 
 
@@ -22,6 +23,69 @@ def test_release_figures() -> None:
     assert totals(layout(FLASH)) == Totals(
         tensors=69187, mtp_tensors=1575, total_size=159609485896, parameters=290942289362
     )
+
+
+def test_v41_release_figures() -> None:
+    """SPEC41 section 2."""
+    specs = layout(V41_FLASH)
+    found = totals(specs)
+    assert (found.tensors, found.mtp_tensors, found.total_size) == (96085, 2401, 510286023000)
+    tables = [spec for name, spec in specs.items() if ".engram.embed." in name]
+    assert sum(spec.nbytes for spec in tables) == 202758032400
+    drafts = [spec for name, spec in specs.items() if name.startswith("mtp.")]
+    assert sum(spec.nbytes for spec in drafts) == 7932874632
+    unused = [name for name, spec in specs.items() if not spec.used]
+    assert sum(not name.endswith(".bias_vl") for name in unused) == 266
+    assert max(spec.shard for spec in specs.values()) == 48
+
+
+V41_RELEASE = [
+    # tensor, dtype, shape
+    ("layers.0.attn.wq_a.scale", "F8_E8M0", (40, 160)),
+    ("layers.0.ffn.gate.bias", "F32", (384,)),
+    ("layers.2.attn.compressor.wgate.weight", "BF16", (512, 5120)),
+    ("layers.2.attn.indexer.wk.weight", "BF16", (128, 512)),
+    ("layers.2.attn.indexer.k_norm.weight", "BF16", (128,)),
+    ("layers.24.attn.indexer.wq_b.weight", "F8_E4M3", (4096, 1280)),
+    ("layers.24.attn.indexer.weights_proj.weight", "BF16", (32, 5120)),
+    ("layers.1.engram.embed.weight", "F8_E4M3", (384006168, 256)),
+    ("layers.1.engram.embed.scale", "F8_E8M0", (384006168, 8)),
+    ("layers.14.engram.wkv.weight", "F8_E4M3", (25600, 6144)),
+    ("layers.14.engram.q_weight", "BF16", (4, 5120)),
+    ("mtp.0.main_proj.weight", "F8_E4M3", (5120, 15360)),
+    ("mtp.2.markov_head.head.weight", "BF16", (129280, 256)),
+    ("mtp.2.confidence_head.proj.weight", "BF16", (1, 5376)),
+    ("mtp.2.ffn.experts.127.w2.weight", "I8", (5120, 1152)),
+]
+V41_ABSENT = [
+    "layers.20.attn.compressor.wgate.weight",
+    "layers.24.attn.indexer.wk.weight",
+    "layers.3.attn.compressor.wkv.weight",
+    "layers.2.attn.compressor.ape",
+    "mtp.1.norm.weight",
+    "mtp.0.ffn.experts.128.w1.weight",
+    "hc_head_fn",
+]
+
+
+def test_v41_release_rows_of_the_table() -> None:
+    specs = layout(V41_FLASH)
+    found = [(name, specs[name].dtype, specs[name].shape) for name, *_ in V41_RELEASE]
+    assert found == V41_RELEASE
+    assert [name for name in V41_ABSENT if name in specs] == []
+
+
+@needs_golden41
+@pytest.mark.parametrize("name", ["golden41", "golden41-mini"])
+def test_v41_layout_is_that_of_the_golden_checkpoints(name: str) -> None:
+    """Names, dtypes, shapes and shards; they have no image part."""
+    directory = SHARED / name / "ckpt"
+    specs = {n: s for n, s in layout(ModelConfig.from_file(directory)).items() if s.used}
+    found = {}
+    for shard, path in enumerate(sorted(directory.glob("*.safetensors")), 1):
+        for n, entry in read_header(path).tensors.items():
+            found[n] = TensorSpec(entry.dtype, entry.shape, shard)
+    assert found == specs
 
 
 RELEASE = [

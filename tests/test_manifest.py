@@ -21,8 +21,9 @@ from tests.recordings import Copy, entry_of
 from v4tool.config import ModelConfig
 from v4tool.errors import OutputError, RecordingError
 from v4tool.names import is_expert
-from v4tool.record import manifest
-from v4tool.record.manifest import MANIFEST, Entry, Manifest, record_dump, update_entry
+from v4tool.record import manifest, statistics
+from v4tool.record.manifest import MANIFEST, Entry, Manifest, update_entry
+from v4tool.record.statistics import record_dump
 
 CONFIG = ModelConfig.from_file(GOLDEN_MINI / "ckpt")
 LEN33 = GOLDEN_MINI / "len33.safetensors"
@@ -77,7 +78,7 @@ def test_coverage_is_what_the_recording_shows(entry: Entry) -> None:
 def test_path_coverage(
     length: int, blocks: tuple[int, int], window: bool, topk: bool, reason: str
 ) -> None:
-    found = manifest.path_coverage(CONFIG, length)
+    found = statistics.path_coverage(CONFIG, length)
     assert found["blocks"]["4"] == manifest.Blocks(complete=blocks[0], trailing=blocks[1]), reason
     assert (found["window_exceeded"], found["topk_truncated"]) == (window, topk), reason
 
@@ -93,7 +94,7 @@ def test_a_checksum_sees_every_flipped_bit(words: list[int], place: int, bit: in
     before = np.array(words, np.uint32)
     after = before.copy()
     after[place % len(words)] ^= np.uint32(1 << bit)
-    assert manifest.checksum(before) != manifest.checksum(after)
+    assert statistics.checksum(before) != statistics.checksum(after)
 
 
 def test_checksums_are_one_a_tensor(entry: Entry) -> None:

@@ -17,7 +17,6 @@ from v4tool.names import (
     layer_of,
     matches,
     most_tensors,
-    mtp_keys,
     parse_layers,
     pass_of,
     payload_bytes,
@@ -79,7 +78,7 @@ def test_base_keys_of_a_layer(
 
 
 def test_base_keys_of_an_mtp_pass(flash: ModelConfig) -> None:
-    assert len(base_keys(mtp_keys(flash, Step("mtp.0.decode.", 1, 6)))) == 39
+    assert len(base_keys(layer_keys(flash, flash.n_layers, Step("mtp.0.decode.", 1, 6)))) == 39
 
 
 DTYPES = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}

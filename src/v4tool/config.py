@@ -1,18 +1,21 @@
-"""`ModelConfig`, read from a checkpoint's `config.json`, and `Numerics` (SPEC sections 1 and 4).
+"""`ModelConfig`: a checkpoint's `config.json`; `Numerics`: how to compute (SPEC 1 and 4).
 
-Every field of `config_fields` must be in the file under the release's name: no default is assumed.
-Fields that the arithmetic does not use are ignored, except where their value contradicts it
-(`_CONTRADICTIONS`). Left out: the fields and the rules between them (`config_fields`), what a
-profile decides (cases, paths, seeds) and every tensor's shape (`checkpoint/layout.py`).
+`architecture` says which subclass a file is read as; its fields must be in the file, no default is
+assumed. Fields that the arithmetic does not use are ignored, except where their value contradicts
+it (`_CONTRADICTIONS`). Left out: what one architecture has alone (`config_v4`, `config_v41`), the
+common fields (`config_fields`), what a profile decides (cases, paths, seeds) and every tensor's
+shape (`checkpoint/layout.py`).
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
-from v4tool.config_fields import RELEASE_NAMES, ModelFields, explain
+from v4tool.architecture import Architecture, choose
+from v4tool.config_fields import ModelFields, explain
 from v4tool.errors import ConfigError
 from v4tool.file_kinds import json_text
 from v4tool.untrusted import kind_of, parse_json, read_small, shortened
@@ -29,31 +32,26 @@ _CONTRADICTIONS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "attention_bias": False,
 }
-"""Fields that need not be there, but whose other values would mean another model than SPEC's."""
-
-_RELEASE_EXTRAS: dict[str, Any] = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "hidden_act": "silu",
-    "norm_topk_prob": True,
-    "num_key_value_heads": 1,
-    "tie_word_embeddings": False,
-    "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16",
-}
+"""Optional fields, with the only value for which the model is SPEC's."""
 
 
 class ModelConfig(ModelFields):
-    """The fields of `config.json`, how they are read and written, and what follows for a block."""
+    """The model's configuration: reads and writes `config.json`, and describes each block.
+
+    other_names: alternative paths of a field; only_values: values of fields that have a single
+    valid value and may be missing; release_extras: fields that `to_release_dict` adds.
+    """
+
+    architecture: ClassVar[Architecture]
+    other_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    only_values: ClassVar[Mapping[str, Any]] = {}
+    release_extras: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def from_file(cls, path: Path | str) -> "ModelConfig":
         """Read a `config.json` (or the one in a directory).
 
-        Raises ConfigError, one line, when it is missing, no JSON, or has a missing or senseless
-        field.
+        ConfigError if it is missing, not JSON, or has a missing or invalid field.
         """
         path = Path(path)
         if kind_of(path) == "a directory":
@@ -74,26 +72,53 @@ class ModelConfig(ModelFields):
 
     @classmethod
     def from_dict(cls, d: Any, source: str = "config") -> "ModelConfig":
-        """Build from the release's field names; `source` names the origin in errors
-        (ConfigError).
+        """Build the subclass of the file's architecture from the fields of a `config.json`.
+
+        source: file name for errors (ConfigError).
         """
         if not isinstance(d, dict):
             raise ConfigError(f"{source}: expected a JSON object, found {type(d).__name__}")
+        found: type[ModelConfig] = choose(d).load("config")
+        return found.from_fields(d, source)
+
+    @classmethod
+    def from_fields(cls, d: dict[str, Any], source: str) -> Self:
+        """Build this class from such fields; errors as `from_dict`."""
+        d = cls.unnested(d)
         _refuse_other_schema(d, source)
-        values, missing = _collect(d)
+        values, missing = cls._collect(d)
         if missing:
             raise ConfigError(f"{source}: missing {_fields(missing)}; no value is assumed for it")
         try:
             return cls.model_validate(values)
         except ValidationError as e:
-            raise ConfigError(f"{source}: {explain(e)}") from None
+            raise ConfigError(f"{source}: {explain(e, cls.release_names)}") from None
+
+    @classmethod
+    def unnested(cls, d: dict[str, Any]) -> dict[str, Any]:
+        """The model's fields where `release_names` looks for them."""
+        return d
+
+    @classmethod
+    def _collect(cls, d: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """The values by short name, the release names of the missing ones; null is missing."""
+        values: dict[str, Any] = {}
+        missing: list[str] = []
+        for short in cls.model_fields:
+            path = cls.release_names[short]
+            places = (path, *cls.other_names.get(short, ()))
+            node = next((v for p in places if (v := _value_at(d, p)) is not None), None)
+            if node is None:
+                node = cls.only_values.get(short)
+            if node is None:
+                missing.append(path)
+            values[short] = tuple(node) if isinstance(node, list) else node
+        return values, missing
 
     def to_release_dict(self) -> dict[str, Any]:
-        """The fields under the release's names, nested as in `config.json`; `from_dict` reads it
-        back.
-        """
-        out: dict[str, Any] = dict(_RELEASE_EXTRAS)
-        for short, path in RELEASE_NAMES.items():
+        """The fields of `config.json`, named and nested as there; the inverse of `from_dict`."""
+        out: dict[str, Any] = dict(self.release_extras)
+        for short, path in self.release_names.items():
             *parents, leaf = path.split(".")
             node = out
             for p in parents:
@@ -104,50 +129,42 @@ class ModelConfig(ModelFields):
         return out
 
     def ratio(self, layer: int) -> int:
-        """Compression ratio of a block: 0, 4 or 128; layer `n_layers` is the MTP block."""
+        """Compression ratio of a block, 0 without compression; drafts follow the main layers."""
         return self.compress_ratios[layer]
 
     def is_mtp(self, layer: int) -> bool:
-        """Whether this block index is the MTP block, which follows the main layers."""
+        """Whether this block index is one of the draft blocks, which follow the main layers."""
         return layer >= self.n_layers
 
     def is_hash(self, layer: int) -> bool:
         """Whether the block routes by token id (`ffn.gate.tid2eid`) rather than by score."""
-        return layer < self.n_hash_layers
+        return False
+
+    def experts_of(self, layer: int) -> tuple[int, int]:
+        """Routed experts of a block, and how many of them a token takes."""
+        return self.n_routed_experts, self.n_activated_experts
 
     def block_path(self, layer: int) -> str:
-        """Where a block's tensors live: `layers.<n>`, and `mtp.<i>` from index `n_layers` on."""
+        """Prefix of a block's tensor names: `layers.<n>`, or `mtp.<i>` from index n_layers on."""
         return f"mtp.{layer - self.n_layers}" if self.is_mtp(layer) else f"layers.{layer}"
 
     @property
     def mtp_problem(self) -> str | None:
-        """Why the MTP block of this configuration cannot be computed, or None when it can."""
-        extra = len(self.compress_ratios) - self.n_layers
+        """Why the draft blocks cannot be computed with this configuration; None if they can."""
         if self.n_mtp_layers == 0:
             return "num_nextn_predict_layers is 0: there is no MTP layer"
-        if self.n_mtp_layers > 1 or extra > self.n_mtp_layers:
-            return (
-                f"compress_ratios has {len(self.compress_ratios)} entries for {self.n_layers} "
-                f"layers and num_nextn_predict_layers is {self.n_mtp_layers}: these mtp blocks are "
-                "of another design (as in the DSpark re-release), one MTP layer is defined"
-            )
-        if self.ratio(self.n_layers) != 0:
-            return (
-                f"the MTP layer's compress_ratios entry is {self.ratio(self.n_layers)}, not 0"
-                ": MTP is only defined with a plain window"
-            )
         return None
 
     @property
     def mtp_supported(self) -> bool:
-        """Whether the MTP block can be computed; `mtp_problem` says why not."""
+        """Whether the draft blocks can be computed (see `mtp_problem`)."""
         return self.mtp_problem is None
 
 
 class Numerics(BaseModel):
-    """How the reference computes: the accumulation dtype (SPEC section 4), threads and code path.
+    """How to compute: accumulation dtype (SPEC section 4), threads, backend of matrix products.
 
-    Neither threads nor backend may change a bit of the result; `accumulate` does.
+    Only `accumulate` affects results; threads and backend do not change a bit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -158,8 +175,8 @@ class Numerics(BaseModel):
 
     @property
     def acc(self) -> "torch.dtype":
-        """The dtype between two rounding places, torch.float64 or torch.float32."""
-        import torch  # here: it takes a second, and reading a configuration does not need it
+        """The accumulation dtype, torch.float64 or torch.float32."""
+        import torch  # not at the top: importing it takes a second
 
         return torch.float64 if self.accumulate == "float64" else torch.float32
 
@@ -179,24 +196,14 @@ def _refuse_other_schema(d: dict[str, Any], source: str) -> None:
             )
 
 
-def _collect(d: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The values by short name and the release names of the missing ones; null counts as
-    missing.
-    """
-    values: dict[str, Any] = {}
-    missing: list[str] = []
-    for short, path in RELEASE_NAMES.items():
-        node: Any = d
-        for key in path.split("."):
-            node = node.get(key) if isinstance(node, dict) else None
-        if node is None:
-            missing.append(path)
-        values[short] = tuple(node) if isinstance(node, list) else node
-    return values, missing
+def _value_at(d: dict[str, Any], path: str) -> Any:
+    """The value at a dotted path, None where there is none."""
+    node: Any = d
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
 
 
 def _fields(names: list[str]) -> str:
-    """`field a` or `fields a, b`; a nested group that lacks all its fields still lists each of
-    them.
-    """
+    """Field names for a message: `field a` or `fields a, b`."""
     return f"field{'s' if len(names) > 1 else ''} {', '.join(names)}"

@@ -1,12 +1,13 @@
-"""The fields of `config.json` that the arithmetic uses: names, types, and rules between fields.
+"""`ModelFields`: the fields of `config.json` common to all architectures, types, consistency rules.
 
-`ModelFields` validates one field at a time by its type and relations of fields by `_CHECKS`: a
-combination that SPEC gives no meaning to is refused (SPEC section 1). `explain` words the errors.
-Left out: reading the file and what follows from the fields (`config`).
+Types validate single fields, `checks` of the class the relations of fields: combinations that SPEC
+does not define are refused (SPEC section 1). `explain` formats the errors. Left out: reading the
+file (`config`).
 """
 
 import reprlib
-from typing import Annotated, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -18,18 +19,18 @@ from pydantic import (
 )
 
 ACT_BLOCK = 128
-"""Activations share one scale over this many elements along `in` (SPEC 3)."""
+"""Elements per scale of a quantised activation (SPEC 3)."""
 KV_BLOCK = 64
-"""Block of the in-place quantisation of keys and values (SPEC 5, attention and compressor)."""
+"""Elements per scale of the in-place quantisation of keys and values (SPEC 5)."""
 FP4_GROUP = 32
 """Elements per scale of an FP4 weight along `in` and of `fp4_act_quant` (SPEC 2 and 3)."""
 RATIOS = (0, 4, 128)
-"""SPEC says for these ratios alone whether blocks overlap and an indexer chooses them (only 4)."""
+"""Compression ratios that SPEC defines; 4 has overlapping blocks and an indexer."""
 
 MAX_SIZE = 2**31 - 1
-"""Of a single dimension or count."""
+"""Largest value of a dimension or count."""
 MAX_EXPERTS = 1_000_000
-"""Of routed experts in all layers together (the release has 11,008); each is six tensors' names."""
+"""Most routed experts in all layers together: each has six tensors in the layout."""
 
 RELEASE_NAMES = {
     "dim": "hidden_size",
@@ -72,7 +73,10 @@ RELEASE_NAMES = {
     "fp8_block": "quantization_config.weight_block_size",
     "max_seq_len": "max_position_embeddings",
 }
-"""Short name -> path of the field in `config.json`, dots for nesting."""
+"""Short name -> path of the field in DeepSeek-V4's `config.json`, dots for nesting."""
+
+Check = Callable[[Any], list[str]]
+"""A rule between fields of a configuration: what is wrong, a line each."""
 
 
 Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
@@ -80,14 +84,16 @@ SizeOrNone = Annotated[int, Field(ge=0, le=MAX_SIZE)]
 
 
 class ModelFields(BaseModel):
-    """The model's dimensions and constants under short names, frozen (SPEC section 1)."""
+    """Dimensions and constants of the model, under short names, immutable (SPEC section 1)."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    release_names: ClassVar[Mapping[str, str]] = RELEASE_NAMES
+    checks: ClassVar[tuple[Check, ...]] = ()
 
     dim: Size
     n_layers: Size
     n_mtp_layers: SizeOrNone
-    n_hash_layers: SizeOrNone
     vocab_size: Size
     n_heads: Size
     head_dim: Size
@@ -122,121 +128,83 @@ class ModelFields(BaseModel):
     fp8_fmt: Literal["e4m3"]
     scale_fmt: Literal["ue8m0"]
     fp8_block: tuple[Size, Size]
-    max_seq_len: Size
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        """Refuse combinations of fields that SPEC gives no meaning to."""
-        problems = [p for check in _CHECKS for p in check(self)]
+        """Refuse combinations of fields that SPEC does not define."""
+        problems = [p for check in self.checks for p in check(self)]
         if problems:
             raise ValueError("; ".join(problems))
         return self
 
 
-def explain(error: ValidationError) -> str:
-    """Every problem in one line: `field: expected ..., found ...`."""
+def explain(error: ValidationError, names: Mapping[str, str]) -> str:
+    """All errors in one line, `field: expected ..., found ...; ...`; names: of the fields."""
     lines = []
     for e in error.errors():
         if not e["loc"]:
             lines.append(str(e["ctx"]["error"]))
             continue
-        field = RELEASE_NAMES[str(e["loc"][0])] + "".join(f"[{i}]" for i in e["loc"][1:])
+        field = names[str(e["loc"][0])] + "".join(f"[{i}]" for i in e["loc"][1:])
         expected = e["msg"].removeprefix("Input should be ")
         lines.append(f"{field}: expected {expected}, found {reprlib.repr(e['input'])}")
     return "; ".join(lines)
 
 
-def _wrong(field: str, expected: str, found: object) -> str:
-    return f"{RELEASE_NAMES.get(field, field)}: expected {expected}, found {found}"
+def wrong(c: ModelFields, field: str, expected: str, found: object) -> str:
+    """One line on a field that contradicts others; `field` is its short name."""
+    return f"{c.release_names.get(field, field)}: expected {expected}, found {found}"
 
 
-def _check_heads(c: ModelFields) -> list[str]:
+def check_heads(c: ModelFields) -> list[str]:
+    """Pairs are rotated, heads are grouped for the output projection."""
     out = []
     if c.rope_head_dim % 2:
-        out.append(_wrong("rope_head_dim", "an even number (pairs are rotated)", c.rope_head_dim))
+        expected = "an even number (pairs are rotated)"
+        out.append(wrong(c, "rope_head_dim", expected, c.rope_head_dim))
     if c.head_dim <= c.rope_head_dim:
-        out.append(_wrong("head_dim", f"more than qk_rope_head_dim {c.rope_head_dim}", c.head_dim))
-    elif (c.head_dim - c.rope_head_dim) % KV_BLOCK:
-        out.append(
-            _wrong(
-                "head_dim",
-                f"qk_rope_head_dim {c.rope_head_dim} plus a multiple of {KV_BLOCK} "
-                "(keys and values are quantised in such blocks)",
-                c.head_dim,
-            )
-        )
+        expected = f"more than qk_rope_head_dim {c.rope_head_dim}"
+        out.append(wrong(c, "head_dim", expected, c.head_dim))
     if c.n_heads * c.head_dim % c.o_groups:
-        out.append(_wrong("o_groups", f"a divisor of {c.n_heads} heads x {c.head_dim}", c.o_groups))
+        expected = f"a divisor of {c.n_heads} heads x {c.head_dim}"
+        out.append(wrong(c, "o_groups", expected, c.o_groups))
     return out
 
 
-def _check_indexer(c: ModelFields) -> list[str]:
-    n = c.index_head_dim
-    if n & (n - 1) or n < FP4_GROUP:
-        return [
-            _wrong(
-                "index_head_dim", f"a power of two from {FP4_GROUP} on (Hadamard, FP4 groups)", n
-            )
-        ]
-    if n < c.rope_head_dim:
-        return [_wrong("index_head_dim", f"at least qk_rope_head_dim {c.rope_head_dim}", n)]
+def check_index_heads(c: ModelFields) -> list[str]:
+    """The rotated dims are part of the indexer's heads too."""
+    if c.index_head_dim < c.rope_head_dim:
+        expected = f"at least qk_rope_head_dim {c.rope_head_dim}"
+        return [wrong(c, "index_head_dim", expected, c.index_head_dim)]
     return []
 
 
-def _check_blocks(c: ModelFields) -> list[str]:
-    """Dimensions that a quantised activation runs along must hold whole blocks."""
+def check_multiples(c: ModelFields, block: int, along: Mapping[str, int]) -> list[str]:
+    """Dimensions along which activations are quantised must be multiples of the block size."""
     out = []
-    if c.fp8_block != (ACT_BLOCK, ACT_BLOCK):
-        out.append(_wrong("fp8_block", f"[{ACT_BLOCK}, {ACT_BLOCK}]", list(c.fp8_block)))
-    along = {
-        RELEASE_NAMES["dim"]: c.dim,
-        RELEASE_NAMES["q_lora_rank"]: c.q_lora_rank,
-        RELEASE_NAMES["moe_inter_dim"]: c.moe_inter_dim,
+    if c.fp8_block != (block, block):
+        out.append(wrong(c, "fp8_block", f"[{block}, {block}]", list(c.fp8_block)))
+    every = {
+        c.release_names["dim"]: c.dim,
+        c.release_names["q_lora_rank"]: c.q_lora_rank,
+        c.release_names["moe_inter_dim"]: c.moe_inter_dim,
         "o_groups x o_lora_rank": c.o_groups * c.o_lora_rank,
+        **along,
     }
-    for name, value in along.items():
-        if value % ACT_BLOCK:
-            out.append(
-                f"{name}: expected a multiple of {ACT_BLOCK} (block of the activations), "
-                f"found {value}"
-            )
+    for name, value in every.items():
+        if value % block:
+            expected = f"a multiple of {block} (block of the activations)"
+            out.append(f"{name}: expected {expected}, found {value}")
     return out
 
 
-def _check_routing(c: ModelFields) -> list[str]:
+def check_routing(c: ModelFields) -> list[str]:
+    """No token can be sent to more experts than there are."""
     out = []
     if c.n_activated_experts > c.n_routed_experts:
-        out.append(
-            _wrong(
-                "n_activated_experts",
-                f"at most n_routed_experts {c.n_routed_experts}",
-                c.n_activated_experts,
-            )
-        )
+        expected = f"at most n_routed_experts {c.n_routed_experts}"
+        out.append(wrong(c, "n_activated_experts", expected, c.n_activated_experts))
     if c.n_layers * c.n_routed_experts > MAX_EXPERTS:
-        out.append(
-            _wrong(
-                "n_routed_experts",
-                f"at most {MAX_EXPERTS} experts in all of {c.n_layers} layers",
-                c.n_routed_experts,
-            )
-        )
-    if c.n_hash_layers > c.n_layers:
-        out.append(
-            _wrong("n_hash_layers", f"at most num_hidden_layers {c.n_layers}", c.n_hash_layers)
-        )
+        expected = f"at most {MAX_EXPERTS} experts in all of {c.n_layers} layers"
+        out.append(wrong(c, "n_routed_experts", expected, c.n_routed_experts))
     return out
-
-
-def _check_ratios(c: ModelFields) -> list[str]:
-    needed, found = c.n_layers + c.n_mtp_layers, len(c.compress_ratios)
-    if found < needed:
-        what = f"{needed} entries ({c.n_layers} layers, then {c.n_mtp_layers} for MTP)"
-        return [_wrong("compress_ratios", what, found)]
-    odd = sorted({r for r in c.compress_ratios if r not in RATIOS})
-    if odd:
-        return [_wrong("compress_ratios", "only 0, 4 and 128 (no other is defined)", odd)]
-    return []
-
-
-_CHECKS = (_check_heads, _check_indexer, _check_blocks, _check_routing, _check_ratios)

@@ -4,7 +4,7 @@ A key is a pass prefix (nothing for the prefill, `decode.<i>.`, `mtp.0.prefill.`
 a module path (`layers.3.attn.wq_a`) and what is recorded of it (`.out`, or `.pre`, `.in` where SPEC
 says so). Everything here follows from the model's configuration and the number of tokens; nothing
 is run and no tensor is touched. Which routed experts appear depends on the data, so they are
-described once, as `experts.<E>.*`.
+described once, as `experts.<E>.*`. Left out: which keys an architecture has (`names_v4`).
 
 Shape letters: S tokens of the pass, P its start position, D dim, H heads, C head_dim, R rotated
 dims, M streams, K experts per token, I the experts' inner width, V vocabulary.
@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, Protocol
 
 from v4tool.config import ModelConfig
 
@@ -146,66 +146,6 @@ def hc_keys(config: ModelConfig, name: str, step: Step) -> Keys:
     }
 
 
-def compressor_keys(
-    config: ModelConfig, name: str, step: Step, ratio: int, width: int, rot: str
-) -> Keys:
-    """A compressor's keys; `norm.out`, the rotation `rot` and `out` only where it gives a block."""
-    s, t = step.tokens, complete_blocks(step, ratio)
-    doubled = width * compressor_groups(ratio)
-    keys = {f"{name}.wkv.out": acc(1, s, doubled), f"{name}.wgate.out": acc(1, s, doubled)}
-    if t:
-        keys[f"{name}.norm.out"] = bf16(1, t, width)
-        keys[rot] = bf16(1, t, config.rope_head_dim)
-        keys[f"{name}.out"] = bf16(1, t, width)
-    return keys
-
-
-def indexer_keys(config: ModelConfig, step: Step, ratio: int) -> Keys:
-    """The indexer's keys, its own compressor's among them."""
-    s, heads, dim = step.tokens, config.index_n_heads, config.index_head_dim
-    return {
-        "attn.indexer.wq_b.out": bf16(1, s, heads * dim),
-        "attn.rope.rot.2.out": bf16(1, s, heads, config.rope_head_dim),
-        **compressor_keys(
-            config, "attn.indexer.compressor", step, ratio, dim, "attn.rope.rot.3.out"
-        ),
-        "attn.indexer.weights_proj.out": bf16(1, s, heads),
-        "attn.indexer.out": index("I64", 1, s, selected_columns(config, step, ratio)),
-    }
-
-
-def attention_keys(config: ModelConfig, step: Step, ratio: int) -> Keys:
-    """Everything that is recorded under `attn.`, in order of execution."""
-    s, h, c, r = step.tokens, config.n_heads, config.head_dim, config.rope_head_dim
-    keys: Keys = {
-        "attn.wq_a.out": bf16(1, s, config.q_lora_rank),
-        "attn.q_norm.out": bf16(1, s, config.q_lora_rank),
-        "attn.wq_b.out": bf16(1, s, h * c),
-        "attn.rope.rot.0.out": bf16(1, s, h, r),
-        "attn.wkv.out": bf16(1, s, c),
-        "attn.kv_norm.out": bf16(1, s, c),
-        "attn.rope.rot.1.out": bf16(1, s, r),
-    }
-    next_rotation = 2
-    if has_indexer(ratio):
-        keys |= indexer_keys(config, step, ratio)
-        next_rotation = 4 if complete_blocks(step, ratio) else 3
-    if ratio:
-        rot = f"attn.rope.rot.{next_rotation}.out"
-        keys |= compressor_keys(config, "attn.compressor", step, ratio, c, rot)
-    columns = window_columns(config, step) + selected_columns(config, step, ratio)
-    return keys | {
-        "attn.sparse_attn.in.q": bf16(1, s, h, c),
-        "attn.sparse_attn.in.kv": bf16(1, kv_rows(config, step, ratio), c),
-        "attn.sparse_attn.in.topk_idxs": index("I32", 1, s, columns),
-        "attn.sparse_attn.out": bf16(1, s, h, c),
-        "attn.rope.o_inv.out": bf16(1, s, h, r),
-        "attn.wo_b.in": bf16(1, s, config.o_groups * config.o_lora_rank),
-        "attn.wo_b.out": bf16(1, s, config.dim),
-        "attn.out": bf16(1, s, config.dim),
-    }
-
-
 def expert_keys(config: ModelConfig, name: str, rows: int | None) -> Keys:
     """The four keys of an expert that received `rows` tokens (None: depends on the data)."""
     inner, dim = config.moe_inter_dim, config.dim
@@ -225,56 +165,24 @@ def moe_keys(config: ModelConfig, layer: int, step: Step) -> Keys:
     }
 
 
-def block_keys(config: ModelConfig, layer: int, step: Step) -> Keys:
-    """Everything that one block records except its own `out`, in order of execution."""
-    s, dim = step.tokens, config.dim
-    return {
-        **hc_keys(config, "hc_attn", step),
-        "attn_norm.out": bf16(1, s, dim),
-        **attention_keys(config, step, config.ratio(layer)),
-        **hc_keys(config, "hc_ffn", step),
-        "ffn_norm.out": bf16(1, s, dim),
-        **moe_keys(config, layer, step),
-    }
+class KeyLists(Protocol):
+    """What lists an architecture's keys, its blocks' and those of a whole recording."""
+
+    def layer_keys(self, config: ModelConfig, layer: int, step: Step) -> Keys: ...
+
+    def recording_keys(
+        self, config: ModelConfig, length: int, decode: int, *, mtp: bool
+    ) -> Keys: ...
+
+
+def _lists(config: ModelConfig) -> KeyLists:
+    found: KeyLists = config.architecture.load("keys")
+    return found
 
 
 def layer_keys(config: ModelConfig, layer: int, step: Step) -> Keys:
-    """A main layer's keys, without the `layers.<n>.` in front."""
-    out = bf16(1, step.tokens, config.hc_mult, config.dim)
-    return {**block_keys(config, layer, step), "out": out}
-
-
-def mtp_keys(config: ModelConfig, step: Step) -> Keys:
-    """The keys of an MTP pass, without the pass prefix (SPEC 6, last row of the table)."""
-    s, m, dim = step.tokens, config.hc_mult, config.dim
-    logits = acc(1, config.vocab_size)
-    return {
-        "embed.out": bf16(1, s, dim),
-        "enorm.out": bf16(1, s, dim),
-        "e_proj.out": bf16(1, s, dim),
-        "hnorm.out": bf16(1, s, m, dim),
-        "h_proj.out": bf16(1, s, m, dim),
-        **block_keys(config, config.n_layers, step),
-        "norm.out": bf16(1, s, dim),
-        "head.out": logits,
-        "logits.out": logits,
-        "out": logits,
-    }
-
-
-def main_keys(config: ModelConfig, step: Step, layers: Iterable[int]) -> Keys:
-    """The keys of one pass over the main stack, restricted to some layers."""
-    p, s = step.prefix, step.tokens
-    keys = {
-        f"{p}input_ids": index("I64", 1, s),
-        f"{p}embed.out": bf16(1, s, config.dim),
-    }
-    for n in layers:
-        keys |= {f"{p}layers.{n}.{k}": v for k, v in layer_keys(config, n, step).items()}
-    return keys | {
-        f"{p}norm.out": bf16(1, s, config.dim),
-        f"{p}head.out": acc(1, config.vocab_size),
-    }
+    """A block's keys without its path in front; drafts have the numbers from n_layers on."""
+    return _lists(config).layer_keys(config, layer, step)
 
 
 def recording_keys(config: ModelConfig, length: int, decode: int = 0, *, mtp: bool = True) -> Keys:
@@ -282,15 +190,7 @@ def recording_keys(config: ModelConfig, length: int, decode: int = 0, *, mtp: bo
 
     Routed experts appear once per pass and layer as `experts.<E>.*` with None rows.
     """
-    prefill, *decodes = steps_of(length, decode)
-    keys = main_keys(config, prefill, range(config.n_layers))
-    if mtp:
-        passes = Step("mtp.0.prefill.", length, 0), Step("mtp.0.decode.", 1, length)
-        for step in passes:
-            keys |= {f"{step.prefix}{k}": v for k, v in mtp_keys(config, step).items()}
-    for step in decodes:
-        keys |= main_keys(config, step, range(config.n_layers))
-    return keys
+    return _lists(config).recording_keys(config, length, decode, mtp=mtp)
 
 
 def is_expert(key: str) -> bool:

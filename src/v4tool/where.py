@@ -73,6 +73,7 @@ def lines_of(config: ModelConfig, key: str, length: int) -> KeyLines:
     key: as `names.recording_keys` lists it, or with a routed expert's number. InputError where no
     recording of this configuration and length has the key.
     """
+    config.architecture.require("list keys --where")
     layer = layer_of(key)
     if length < 1:
         raise InputError(f"{key}: expected a prompt of at least 1 token, found {length}")
@@ -97,7 +98,7 @@ def narrow(config: ModelConfig, layer: int) -> ModelConfig:
     counts = dict.fromkeys(
         ("vocab_size", "n_heads", "o_groups", "index_n_heads", "n_routed_experts"), 1
     )
-    return ModelConfig.model_validate(fields | widths | counts | {
+    return type(config).model_validate(fields | widths | counts | {
         "n_activated_experts": 1,
         "head_dim": rope + KV_BLOCK,
         "index_head_dim": max(FP4_GROUP, 1 << (rope - 1).bit_length()),

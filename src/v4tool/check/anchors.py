@@ -63,7 +63,7 @@ def why_not(checkpoint: Checkpoint) -> str | None:
     release = ModelConfig.from_file(str(files("v4tool") / "data" / "flash_config.json"))
     if checkpoint.config != release:
         differ = [n for n in type(release).model_fields
-                  if getattr(release, n) != getattr(checkpoint.config, n)]  # fmt: skip
+                  if getattr(release, n) != getattr(checkpoint.config, n, None)]  # fmt: skip
         return f"its configuration is not the release's: {', '.join(differ[:4])} differ"
     shards = sorted(checkpoint.directory.glob("*.safetensors"))
     if any(SYNTHETIC in read_header(shard).metadata for shard in shards[:1]):

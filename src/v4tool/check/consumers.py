@@ -13,8 +13,8 @@ from v4tool.check.block_pass import BlockPass
 from v4tool.check.file_tensors import LARGEST_CACHED, Array, FileTensors
 from v4tool.check.findings import Findings
 from v4tool.record.manifest import Entry as ManifestEntry
-from v4tool.record.manifest import checksum
 from v4tool.record.scan import Header, Piece
+from v4tool.record.statistics import checksum
 
 NOT_HELD = ("w1.out", "w3.out", "wgate.out", "compressor.wkv.out", "head.out", "logits.out")
 """Suffixes of keys that no identity reads whole; they are not cached during the scan."""

@@ -43,6 +43,7 @@ def explain(
     config: ModelConfig, length: int, decode: int = 0, *, mtp: bool | None = None
 ) -> Explanation:
     """The identities of a recording of `length` tokens and `decode` steps."""
+    config.architecture.require("check")
     mtp = config.mtp_supported if mtp is None else mtp
     keys = recording_keys(config, length, decode, mtp=mtp)
     rules = [rule for rule in RULES.values() if rule.family in ("identity", "weights")]

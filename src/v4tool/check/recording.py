@@ -125,6 +125,7 @@ def check_recording(
     the rules that take weights, with `deep` every product as well; identities: whether to check
     identities; partial: keys may be missing; progress: called with bytes read.
     """
+    config.architecture.require("check")
     check = _Check(Path(path), config, partial=partial, ids=ids, manifest=manifest)
     try:
         check.specification(ids, decode_ids, case)

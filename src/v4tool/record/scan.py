@@ -1,11 +1,9 @@
-"""A recording's bytes, once and in order: header, then pieces of payload with hashes taken on the
-way.
+"""Single-pass scan of a recording: its header, then the payload in pieces, hashed while reading.
 
-Follows the safetensors format (8 bytes of header length, JSON padded with spaces, payload without
-gaps). Nothing here raises for a damaged file: what is wrong with header or offsets is a `Finding`,
-so that `check` can name all of it, and what can still be read is read. Memory is a few chunks,
-whatever the size of the file. Left out: what the tensors mean (`check`), and access by name with
-decoded tensors (`reader`).
+Nothing here raises for a damaged file: defects of the header (`safetensors_header`) are findings,
+so that `check` can report all of them, and every tensor with a valid entry is read. Memory is a few
+chunks for a file of any size. Left out: what the tensors mean (`check`), and access by key to whole
+tensors (`reader`).
 """
 
 import hashlib
@@ -15,185 +13,59 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from v4tool.errors import Finding, RecordingError
-from v4tool.untrusted import element_count, kind_of, parse_json, shortened
+from v4tool.safetensors_header import (
+    Entry,
+    HeaderFields,
+    HeaderRules,
+    in_file_order,
+    parse_header,
+)
+from v4tool.untrusted import kind_of
 
 Bytes = npt.NDArray[np.uint8]
 
-HEADER_LIMIT = 100_000_000
-"""The format's own limit; it keeps a damaged length from asking for all memory."""
 CHUNK = 2 << 20
 """Bytes read and hashed at a time: small enough to stay in the cache between the two."""
 BUFFERS = 12
-"""Chunks in flight: how far reading may run ahead of hashing."""
-
-ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-    "F16": 2, "BF16": 2, "U16": 2, "I16": 2,
-    "F32": 4, "U32": 4, "I32": 4, "F64": 8, "U64": 8, "I64": 8, "C64": 8,
-}  # fmt: skip
-"""Bytes per element of the format's dtypes; any other name is a finding."""
+"""Number of chunks in memory: how far reading may run ahead of hashing."""
+RULES = HeaderRules(min_length=2, integer_limit=1 << 62, metadata=True)
+"""What a recording's header must fulfil beside the format; the limit keeps sums within 64 bits."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a file: key, safetensors dtype, shape, byte range in the file (absolute)."""
+@dataclass(kw_only=True)
+class Header(HeaderFields):
+    """The header of a recording, with its defects.
 
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of payload."""
-        return self.stop - self.start
-
-
-@dataclass
-class Header:
-    """What a file says of itself.
-
-    entries: in file order, those that make sense; payload: where it starts; sha256: of all bytes
-    before it; findings: everything that the format forbids.
+    entries: the valid ones, in order of their byte ranges; findings: whatever the format forbids.
     """
 
     path: Path
-    size: int
-    payload: int = 0
-    sha256: str = ""
-    entries: dict[str, Entry] = field(default_factory=dict)
-    metadata: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
     def readable(self, key: str) -> bool:
-        """Whether the file really has all of the tensor's bytes."""
+        """Whether the file has all of the tensor's bytes."""
         return self.entries[key].stop <= self.size
-
-    def report(self, key: str, rule: str, expected: object, found: object) -> None:
-        """Add a finding."""
-        self.findings.append(Finding(key, rule, str(expected), str(found)))
 
 
 def read_header(path: Path | str) -> Header:
-    """Read and judge a file's header; RecordingError only where there is no file to be read."""
+    """Read and check a file's header; RecordingError only if the file cannot be read."""
     path = Path(path)
     if kind_of(path) == "a pipe or device":
         raise RecordingError(f"{path}: expected a file, found a pipe or device")
     try:
         with path.open("rb") as file:
-            header = Header(path, os.fstat(file.fileno()).st_size)
-            raw = _raw(header, file.read(8))
-            text = file.read(raw)
+            header = Header(path=path, size=os.fstat(file.fileno()).st_size)
+            header.findings = [d.finding for d in parse_header(file, header, RULES)]
     except OSError as error:
         raise RecordingError(f"{path}: cannot be read: {error.strerror}") from None
-    if raw:
-        header.payload = 8 + raw
-        header.sha256 = hashlib.sha256(raw.to_bytes(8, "little") + text).hexdigest()
-        _parse(header, text)
-        _check_ranges(header)
+    header.entries = in_file_order(header.entries)
     return header
-
-
-def _raw(header: Header, first: bytes) -> int:
-    """The header's length in bytes, or 0 with a finding."""
-    if len(first) < 8:
-        header.report("header", "header length", "a file of 8 bytes or more", f"{len(first)} bytes")
-        return 0
-    length, rest = int.from_bytes(first, "little"), header.size - 8
-    if not 2 <= length <= min(rest, HEADER_LIMIT):
-        limit = min(rest, HEADER_LIMIT)
-        header.report("header", "header length", f"2 to {limit} bytes", f"{length}")
-        return 0
-    return length
-
-
-def _parse(header: Header, text: bytes) -> None:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in out:
-                header.report(key, "one entry a key", "one", "two or more")
-            out[key] = value
-        return out
-
-    try:
-        parsed = parse_json(text.decode("utf-8"), unique)
-    except ValueError:
-        header.report("header", "header is JSON", "a JSON object padded with spaces", "other text")
-        return
-    if not isinstance(parsed, dict):
-        header.report("header", "header is JSON", "a JSON object", type(parsed).__name__)
-        return
-    _take_metadata(header, parsed.pop("__metadata__", None))
-    found = [e for key, value in parsed.items() if (e := _entry(header, key, value)) is not None]
-    header.entries = {e.key: e for e in sorted(found, key=lambda e: (e.start, e.stop))}
-
-
-def _take_metadata(header: Header, metadata: object) -> None:
-    if (
-        isinstance(metadata, dict)
-        and metadata
-        and all(isinstance(value, str) for value in metadata.values())
-    ):
-        header.metadata = dict(metadata)
-        return
-    found = "none" if metadata in (None, {}) else "something else"
-    header.report("__metadata__", "metadata present", "an object of strings", found)
-
-
-def _entry(header: Header, key: str, value: object) -> Entry | None:
-    fields = value if isinstance(value, dict) else {}
-    dtype, shape, offsets = (fields.get(k) for k in ("dtype", "shape", "data_offsets"))
-    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        header.report(key, "header entry", "shape and data_offsets", "none or senseless ones")
-        return None
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        header.report(key, "dtype known", "a dtype of the format", shortened(str(dtype)))
-        return None
-    shown, given = f"{dtype} {shortened(str(shape))}", offsets[1] - offsets[0]
-    try:
-        needed = element_count(shape) * ITEM_BYTES[dtype]
-    except ValueError as error:
-        header.report(key, "byte range", "a size that fits a file", f"{error} for {shown}")
-        return None
-    if needed != given:
-        header.report(key, "byte range", f"{needed} bytes for {shown}", f"{given} bytes")
-        return None
-    start = header.payload
-    return Entry(key, dtype, tuple(shape), start + offsets[0], start + offsets[1])
-
-
-def _naturals(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 62 for v in value)
-
-
-def _check_ranges(header: Header) -> None:
-    """Tensors must follow each other without gap or overlap, from the header to the end of the
-    file.
-    """
-    end, before = header.payload, "the header"
-    for entry in header.entries.values():
-        if entry.start != end:
-            header.report(
-                entry.key, "offsets contiguous",
-                f"byte {end - header.payload}, right after {before}", entry.start - header.payload,
-            )  # fmt: skip
-        end, before = max(end, entry.stop), entry.key
-    cut = [e.key for e in header.entries.values() if e.stop > header.size]
-    if cut:
-        header.report(
-            cut[0], "payload complete", f"a file of {end} bytes",
-            f"{header.size} bytes, {len(cut)} tensors are cut",
-        )  # fmt: skip
-    elif end < header.size:
-        header.report(before, "payload complete", f"a file of {end} bytes", f"{header.size} bytes")
 
 
 @dataclass(frozen=True)

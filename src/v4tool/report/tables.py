@@ -1,12 +1,12 @@
-"""The tables that the commands print to stdout."""
+"""Tables of the commands `dump` and `list`, and functions to print tables to stdout."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
 from rich.table import Table
 
-from v4tool.names import Keys, base_keys, is_expert, layer_keys, mtp_keys, payload_bytes, steps_of
+from v4tool.names import Keys, base_keys, is_expert, layer_keys, payload_bytes, steps_of
+from v4tool.report.terminal import lines, plain_table, show
 from v4tool.report.units import seconds, size
 
 if TYPE_CHECKING:  # a listing must not wait for torch
@@ -16,69 +16,56 @@ if TYPE_CHECKING:  # a listing must not wait for torch
     from v4tool.dumping import DumpResult
     from v4tool.profiles import Profile
 
-WIDE = 200
-"""Columns where stdout is no terminal: nothing that a script reads may be cut off."""
-
-
-def console() -> Console:
-    """stdout, never folded where it is a file or a pipe."""
-    found = Console()
-    return found if found.is_terminal else Console(width=WIDE)
-
-
-def show(thing: RenderableType) -> None:
-    """Print a table or a tree to stdout."""
-    console().print(thing)
-
-
-def plain_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """An empty table in the house style; `right` names the columns of numbers."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(
-            column, justify="right" if column in right else "left", overflow="fold", no_wrap=True
-        )
-    return table
+__all__ = [
+    "cases_table",
+    "dump_line",
+    "dump_table",
+    "keys_line",
+    "keys_lines",
+    "layers_table",
+    "profiles_table",
+    "settings_table",
+    "show",
+    "status_lines",
+    "tensors_lines",
+]
 
 
 def shape_text(shape: Iterable[int | None]) -> str:
-    """`[1, 6, 4096]`; rows that depend on the data as `n`."""
+    """A shape as text, `[1, 6, 4096]`; sizes that depend on the data as `n`."""
     return "[" + ", ".join("n" if n is None else str(n) for n in shape) + "]"
 
 
-def lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Aligned columns as plain text: rich takes a second for the thousands of rows of a long
-    listing.
-    """
-    every = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in every)
-
-
 def keys_lines(keys: Keys) -> str:
-    """Keys with dtype, shape and what kind of value they hold, a line each."""
+    """One line per key: dtype, shape, kind of values (bf16, acc, int)."""
     return lines(
         ("key", "dtype", "shape", "values"),
         ((key, spec.dtype, shape_text(spec.shape), spec.kind) for key, spec in keys.items()),
+        spare=("values", "dtype"),
     )
 
 
 def cases_table(profile: "Profile") -> Table:
-    """The cases of a profile."""
-    table = plain_table("case", "tokens", "decode", "file", "subject", right=("tokens", "decode"))
+    """One row per case of a profile: tokens, decode steps, file, subject."""
+    table = plain_table(
+        "case", "tokens", "decode", "file", "subject", right=("tokens", "decode"),
+        spare=("decode", "file", "subject"), prose=("subject",),
+    )  # fmt: skip
     for case in profile.cases:
         table.add_row(case.id, str(len(case.input_ids)), str(case.decode), case.file, case.subject)
     return table
 
 
 def layers_table(config: "ModelConfig") -> Table:
-    """Every layer with its kind: ratio, routing, base keys of a long prefill."""
-    table = plain_table("layer", "ratio", "attention", "routing", "base keys", right=("base keys",))
+    """One row per layer: ratio, attention, routing, number of base keys of a long prefill."""
+    table = plain_table(
+        "layer", "ratio", "attention", "routing", "base keys", right=("base keys",),
+        spare=("routing", "attention"), prose=("attention",),
+    )  # fmt: skip
     long = steps_of(max(config.compress_ratios) or 1, 0)[0]
     for layer in range(config.n_layers + (1 if config.mtp_supported else 0)):
         ratio = config.ratio(layer)
-        mtp = config.is_mtp(layer)
-        keys = base_keys(mtp_keys(config, long) if mtp else layer_keys(config, layer, long))
+        keys = base_keys(layer_keys(config, layer, long))
         table.add_row(
             config.block_path(layer), str(ratio), attention_kind(ratio),
             "by token id" if config.is_hash(layer) else "by score", str(len(keys)),
@@ -87,25 +74,26 @@ def layers_table(config: "ModelConfig") -> Table:
 
 
 def attention_kind(ratio: int) -> str:
-    """What a layer with this ratio attends to."""
+    """The attention kind of a layer with this compression ratio, in words."""
     if ratio == 0:
         return "window"
     return f"window + blocks of {ratio}" + (", chosen by an indexer" if ratio == 4 else "")
 
 
 def tensors_lines(specs: Mapping[str, "TensorSpec"]) -> str:
-    """The checkpoint's layout, a line a tensor."""
+    """One line per tensor of a checkpoint's layout: dtype, shape, shard."""
     return lines(
         ("tensor", "dtype", "shape", "shard"),
         (
             (name, spec.dtype, shape_text(spec.shape), str(spec.shard))
             for name, spec in specs.items()
         ),
+        spare=("shard",),
     )
 
 
 def status_lines(rows: Iterable["TensorStatus"]) -> str:
-    """The layout beside what a checkpoint has, a line a tensor."""
+    """One line per tensor: status, what the layout expects, what the checkpoint has."""
     return lines(
         ("tensor", "status", "expected", "found"),
         (
@@ -121,27 +109,30 @@ def status_lines(rows: Iterable["TensorStatus"]) -> str:
 
 
 def profiles_table(profiles: Iterable["Profile"]) -> Table:
-    """The shipped profiles."""
-    table = plain_table("profile", "summary", "cases", right=("cases",))
+    """One row per shipped profile."""
+    table = plain_table(
+        "profile", "summary", "cases", right=("cases",), spare=("cases",), prose=("summary",)
+    )
     for profile in profiles:
         table.add_row(profile.name, profile.summary, str(len(profile.cases)))
     return table
 
 
 def settings_table(profile: "Profile") -> Table:
-    """One profile's settings and where each value came from."""
-    table = plain_table(profile.name, "value", "from")
+    """One row per setting of a profile: its value and where it comes from."""
+    table = plain_table(profile.name, "value", "from", spare=("from",), prose=("value", "from"))
     for key, value, origin in profile.settings():
         table.add_row(key, value, origin)
     return table
 
 
 def dump_table(results: Iterable["DumpResult"]) -> Table:
-    """What a dump has written."""
+    """One row per recording written: tokens, tensors, experts, payload, hash, file."""
     right = ("tokens", "tensors", "experts", "payload")
     table = plain_table(
-        "case", "tokens", "tensors", "experts", "payload", "payload sha256", "file", right=right
-    )
+        "case", "tokens", "tensors", "experts", "payload", "payload sha256", "file", right=right,
+        spare=("experts", "tensors", "tokens", "payload", "file"), prose=("file",),
+    )  # fmt: skip
     for result in results:
         table.add_row(
             result.case.id, str(len(result.case.input_ids)), str(result.tensors),
@@ -152,7 +143,7 @@ def dump_table(results: Iterable["DumpResult"]) -> Table:
 
 
 def dump_line(results: Sequence["DumpResult"]) -> str:
-    """Time, bytes read and memory of a pass, in one line."""
+    """Time, bytes read and peak memory of a dump in one line."""
     last = results[-1]
     return (
         f"{len(results)} case{'s' if len(results) > 1 else ''} in {seconds(last.seconds)}, "
@@ -160,8 +151,18 @@ def dump_line(results: Sequence["DumpResult"]) -> str:
     )
 
 
+def not_finite_lines(results: Iterable["DumpResult"]) -> list[str]:
+    """Of every case with NaN or infinity how many keys have one, and what the first one has."""
+    return [
+        f"case {result.case.id}: NaN or infinity in {result.not_finite} keys, "
+        f"first {result.first_not_finite}"
+        for result in results
+        if result.not_finite
+    ]
+
+
 def keys_line(config: "ModelConfig", keys: Keys, length: int) -> str:
-    """How many keys there are, and how large the payload of a recording of them is."""
+    """Number of keys, and the payload size of a recording that has them, in one line."""
     base = sum(not is_expert(key) for key in keys)
     payload = size(payload_bytes(config, keys, length))
     return f"{base} keys besides the routed experts', payload {payload}"

@@ -45,7 +45,12 @@ class Request:
     own: bool
 
     def refuse(self, description: Description, config: ModelConfig, jobs: int) -> None:
-        """Raise InputError for an unknown node or layer, VtError for a file without prefill."""
+        """Raise InputError for an unknown node or layer, VtError for a file without prefill.
+
+        UnsupportedError where our own description is not one of the checkpoint's architecture.
+        """
+        if self.own:
+            config.architecture.require("verify")
         if self.node is not None and self.node not in description.nodes:
             names = ", ".join(description.nodes)
             raise InputError(f"--node: expected one of {names}, found {self.node}")

@@ -1,0 +1,58 @@
+"""The fields of the DSpark draft head, which several architectures have (SPEC41 4 and 7)."""
+
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+from v4tool.config_fields import Size, SizeOrNone, wrong
+
+if TYPE_CHECKING:
+    from v4tool.config import ModelConfig
+
+DSPARK_NAMES = {
+    name: name
+    for name in (
+        "dspark_block_size",
+        "dspark_noise_token_id",
+        "dspark_target_layer_ids",
+        "dspark_markov_rank",
+    )
+}
+"""Short name -> name in `config.json`."""
+
+
+class DSparkFields(BaseModel):
+    """What a configuration says of its DSpark head: B tokens a step, T target layers, rank R."""
+
+    dspark_block_size: Size
+    dspark_noise_token_id: SizeOrNone
+    dspark_target_layer_ids: tuple[SizeOrNone, ...]
+    dspark_markov_rank: Size
+
+
+def check_targets(c: "ModelConfig") -> list[str]:
+    """The draft reads main layers, and its placeholder token is one of the vocabulary."""
+    assert isinstance(c, DSparkFields)
+    if not c.n_mtp_layers:
+        return []
+    out = []
+    ids = c.dspark_target_layer_ids
+    if not ids or list(ids) != sorted(set(ids)) or ids[-1] >= c.n_layers:
+        expected = f"ascending numbers of main layers (0 to {c.n_layers - 1})"
+        out.append(wrong(c, "dspark_target_layer_ids", expected, list(ids)))
+    if c.dspark_noise_token_id >= c.vocab_size:
+        expected = f"a token id below vocab_size {c.vocab_size}"
+        out.append(wrong(c, "dspark_noise_token_id", expected, c.dspark_noise_token_id))
+    return out
+
+
+def check_draft_ratios(c: "ModelConfig") -> list[str]:
+    """There is a ratio for every block, and the drafts have a plain window."""
+    needed, found = c.n_layers + c.n_mtp_layers, len(c.compress_ratios)
+    if found < needed:
+        what = f"{needed} entries ({c.n_layers} layers, then {c.n_mtp_layers} draft blocks)"
+        return [wrong(c, "compress_ratios", what, found)]
+    drafts = c.compress_ratios[c.n_layers :]
+    if any(drafts):
+        return [wrong(c, "compress_ratios", "0 for the draft blocks", list(drafts))]
+    return []
