@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from v4tool.commands.check import check
+from v4tool.commands.diff import diff
 from v4tool.commands.dump import dump
 from v4tool.commands.listing import listing
 from v4tool.commands.options import say
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (dump, check, verify, regen, synth):
+for command in (dump, check, verify, diff, regen, synth):
     app.command()(command)
 app.add_typer(listing, name="list")
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from v4tool.commands.options import JsonOption, QuietOption, print_json
+from v4tool.commands.options import JsonOption, QuietOption, layer_numbers, print_json
 from v4tool.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def synth(
     from v4tool.report.progress import bytes_progress
 
     config = like_config(like)
-    kept = list(parse_layer_list(layers)) if layers is not None else None
+    kept = layer_numbers(layers) if layers is not None else None
     totals = making.plan(config, experts=experts, layers=kept)
     if not dry_run:
         if directory is None:
@@ -55,18 +55,6 @@ def like_config(like: str) -> "ModelConfig":
     if Path(like).suffix == ".json":
         return ModelConfig.from_file(Path(like))
     return ModelConfig.from_file(profiles.load(like, options={}, environ={}).config)
-
-
-def parse_layer_list(layers: str) -> Any:
-    """Layer numbers of --layers; InputError if it is not a list of numbers and ranges."""
-    from v4tool.names import parse_layers
-
-    try:
-        return list(parse_layers(layers))
-    except ValueError:
-        raise InputError(
-            f"--layers: expected numbers and ranges such as 0,2-5, found {layers!r}"
-        ) from None
 
 
 def show_totals(totals: Any, as_json: bool) -> None:

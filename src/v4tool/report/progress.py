@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -162,12 +161,7 @@ class DumpProgress:
         self.bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.bar.stop()
         if kind is None:
             self._end_place()

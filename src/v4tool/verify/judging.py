@@ -8,7 +8,7 @@ goes on where it rounds to the recorded one, else the recorded one. Left out: co
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,31 @@ from v4tool.verify.frames import Frame, Judged, RunScope
 from v4tool.verify.language import Description
 from v4tool.verify.provenance import Provenance
 from v4tool.verify.results import Comparison
-from v4tool.verify.tensors import RecordedTensors
+from v4tool.verify.tensors import Recorded
+
+
+class Judge(Protocol):
+    """Compares returned values with recorded ones and says what is handed on.
+
+    keys: the recorded ones; equally_good: what the file's `EQUALLY_GOOD` offers, by node name.
+    """
+
+    keys: frozenset[str]
+    equally_good: Mapping[str, Callable[..., Any]]
+
+    def judge_all(
+        self, frame: Frame, result: Any, weights: dict[str, Tensor], provenance: Provenance
+    ) -> list[Judged]:
+        """Compare the values that a node returned."""
+        ...
+
+    def absent(self, frame: Frame, key: str) -> Comparison:
+        """The comparison of a key that is not recorded."""
+        ...
+
+    def from_recording(self, keys: tuple[str | None, ...]) -> Any:
+        """What is recorded under a node's keys, in the form in which the node returns it."""
+        ...
 
 
 @dataclass
@@ -31,7 +55,7 @@ class OutputJudge:
     """
 
     description: Description
-    recording: RecordedTensors
+    recording: Recorded
     rule: Rule
     scope: RunScope
     equally_good: Mapping[str, Callable[..., Any]] = field(default_factory=dict)

@@ -17,12 +17,12 @@ from torch import Tensor
 from v4tool.errors import V4ToolError, VtError
 from v4tool.verify.compare import Rule
 from v4tool.verify.frames import Frame, Judged, NodeFailed, RunScope, StopPass
-from v4tool.verify.judging import OutputJudge
+from v4tool.verify.judging import Judge, OutputJudge
 from v4tool.verify.language import Description, NodeSpec
 from v4tool.verify.locations import ENDS, block_of, layer_number, unit_of
 from v4tool.verify.provenance import OUTERMOST, Provenance, memory
 from v4tool.verify.results import Comparison, NodeResult, ValueRef
-from v4tool.verify.tensors import RecordedTensors, Weights
+from v4tool.verify.tensors import Recorded, Weights
 from v4tool.verify.vt_module import execute, one_line, surroundings, vt_lang
 
 
@@ -31,7 +31,7 @@ class Runtime:
     """Executes a description against one recording; `results` collects what was found."""
 
     description: Description
-    recording: RecordedTensors
+    recording: Recorded
     weights: Weights
     rule: Rule
     scope: RunScope
@@ -41,7 +41,7 @@ class Runtime:
     namespace: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._judge = OutputJudge(self.description, self.recording, self.rule, self.scope)
+        self._judge = self._make_judge()
         self._module = vt_lang(
             {
                 "NodeChecker": self._node_checker,
@@ -53,6 +53,10 @@ class Runtime:
         self._frames: list[Frame] = []
         self._pass, self._outer, self._inner, self._layers_seen = 0, 0, 0, False
         self._provenance = Provenance()
+
+    def _make_judge(self) -> Judge:
+        """Who compares values and hands them on. A subclass may judge by other rules."""
+        return OutputJudge(self.description, self.recording, self.rule, self.scope)
 
     # ---------------------------------------------------------------- loading and calling
 
@@ -181,7 +185,7 @@ class Runtime:
             return self._give_up(frame, "error", reason)
         with self._bound(weights):
             try:
-                result = function(*frame.args, **kwargs)
+                result = self._compute(frame, function, kwargs)
             except (V4ToolError, StopPass):
                 raise
             except NodeFailed as failed:
@@ -195,6 +199,10 @@ class Runtime:
         self._finish(frame, judged)
         handed = tuple(j.value for j in judged)
         return handed if isinstance(result, tuple) else handed[0]
+
+    def _compute(self, frame: Frame, function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """What the node's function returns, with its weights bound."""
+        return function(*frame.args, **kwargs)
 
     def _load_weights(self, frame: Frame) -> dict[str, Tensor]:
         """The node's weights by their local names; KeyError if the checkpoint lacks one."""
