@@ -57,7 +57,7 @@ def verify(
     vt: Annotated[
         Path | None,
         typer.Option(
-            "--vt", help="Your own description. It is Python and will be EXECUTED as you."
+            "--vt", help="Another description: Python code that will be EXECUTED."
         ),
     ] = None,
     report: Annotated[
