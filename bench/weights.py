@@ -42,7 +42,7 @@ def candidates(tokens: int, reached: int, config: ModelConfig) -> int:
 
 
 class StandIn:
-    """Weights of model `config` from a checkpoint with fewer experts; counts bytes read and used."""
+    """Weights of model `config` from a checkpoint with fewer experts; counts bytes read, used."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, tokens: int) -> None:
         self.checkpoint, self.config = checkpoint, config
