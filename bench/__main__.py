@@ -64,7 +64,7 @@ def checkpoint(directory: Path, full: ModelConfig, layers: list[int], experts: i
 
 
 def engines_of(engines: list[str], config: ModelConfig, layer: int) -> list[str]:
-    """The engines to measure for a block; peer: main layers only, numpy: layers with indexer only."""
+    """The engines to measure for a block; peer: main layers only, numpy: layers with indexer."""
     main, indexer = layer < config.n_layers, layer < config.n_layers and config.ratio(layer) == 4
     return [e for e in engines if e == "c" or (e == "peer" and main) or (e == "numpy" and indexer)]
 
