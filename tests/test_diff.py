@@ -18,6 +18,7 @@ from v4tool.diff.candidate import open_candidate
 from v4tool.diff.compare import diff_candidate
 from v4tool.diff.layout import Sizes, apply_steps, parse_step
 from v4tool.diff.readers import open_tensors
+from v4tool.names import Step
 
 LEN3 = GOLDEN_MINI / "len3.safetensors"
 CKPT = GOLDEN_MINI / "ckpt"
@@ -132,19 +133,19 @@ STEPS = [
 @pytest.mark.parametrize(("text", "shape", "expected"), STEPS, ids=lambda x: str(x)[:16])
 def test_a_step_does_what_its_words_say(text, shape, expected, config: ModelConfig) -> None:
     value = torch.arange(float(np.prod(shape))).reshape(shape)
-    found = apply_steps(value, [parse_step(text)], Sizes.of(config, 3), "rule")
+    found = apply_steps(value, [parse_step(text)], Sizes.of(config, Step("", 3, 0)), "rule")
     assert torch.equal(found, expected(value))
 
 
 def test_reshape_takes_letters_of_the_model(config: ModelConfig) -> None:
     value = torch.arange(float(3 * config.n_heads * config.head_dim))
-    found = apply_steps(value, [parse_step("reshape 1,s,H,HD")], Sizes.of(config, 3), "rule")
+    found = apply_steps(value, [parse_step("reshape 1,s,H,HD")], Sizes.of(config, Step("", 3, 0)), "rule")
     assert found.shape == (1, 3, config.n_heads, config.head_dim)
 
 
 def test_an_offset_leaves_minus_one_as_it_is(config: ModelConfig) -> None:
     found = apply_steps(
-        torch.tensor([[-1, 0, 5]]), [parse_step("offset s")], Sizes.of(config, 3), "rule"
+        torch.tensor([[-1, 0, 5]]), [parse_step("offset s")], Sizes.of(config, Step("", 3, 0)), "rule"
     )
     assert found.tolist() == [[-1, 3, 8]]
 

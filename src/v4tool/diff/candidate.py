@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from v4tool.config import ModelConfig
-from v4tool.diff.layout import Sizes
 from v4tool.diff.maps import Candidate, load_map, match
 from v4tool.diff.readers import open_tensors
 from v4tool.errors import InputError
@@ -42,7 +41,7 @@ def open_candidate(
         )
     validate_ids(chosen, config.vocab_size, where=f"{path}: input_ids")
     candidate.given["input_ids"] = torch.tensor([chosen])
-    candidate.sizes = Sizes.of(config, len(chosen))
+    candidate.has_tokens(len(chosen))
     for step, token in enumerate(decode_ids or _metadata_ids(candidate, "decode_ids") or ()):
         candidate.given.setdefault(f"decode.{step}.input_ids", torch.tensor([[token]]))
     return candidate

@@ -9,15 +9,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from torch import Tensor
 
 from v4tool.config import ModelConfig
-from v4tool.diff.layout import Sizes, apply_steps, parse_step
+from v4tool.diff.layout import Sizes, Step, apply_steps, is_empty, parse_step
 from v4tool.diff.readers import ForeignTensors
 from v4tool.errors import InputError
+from v4tool.names import Step as Pass
+from v4tool.names import layer_of
 from v4tool.profiles import toml_files
 
 SHIPPED = Path(__file__).parent / "engine_maps"
@@ -30,9 +32,11 @@ def _steps(texts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class MapRule(BaseModel):
-    """One rule. name: pattern with `{n}` for a layer, `{i}` for a number of a pass; key: ours.
+    """One rule. name: pattern with `{n}` for a layer and `{e}` for an expert; key: ours.
 
-    ratios: layers with these compression ratios only. steps: see `layout`.
+    A key with `{n}` whose name has none is of every layer; one with `{e}` of every expert whose
+    rows the step `rows` takes. steps: see `layout`. ratios: layers with these compression ratios
+    only. passes: "prefill" or "decode" where the layout is that of one of them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,6 +45,14 @@ class MapRule(BaseModel):
     key: str
     steps: Annotated[tuple[str, ...], AfterValidator(_steps)] = ()
     ratios: tuple[int, ...] | None = None
+    passes: Literal["prefill", "decode"] | None = None
+
+    @model_validator(mode="after")
+    def _experts_have_rows(self) -> "MapRule":
+        rows = any(text.startswith("rows ") for text in self.steps)
+        if "{e}" in self.key and "{e}" not in self.name and not rows:
+            raise ValueError("{e} in the key: expected it in the name or a step rows, found neither")
+        return self
 
 
 class TensorMap(BaseModel):
@@ -68,16 +80,28 @@ def load_map(name: str) -> TensorMap:
     return toml_files.read(path, str(path), TensorMap)
 
 
+@dataclass(frozen=True)
+class Binding:
+    """Which tensor is a key. steps: with the full names of other tensors; expert: of `rows`."""
+
+    name: str
+    rule: MapRule
+    steps: tuple[Step, ...]
+    expert: int | None = None
+
+
 @dataclass
 class Candidate:
     """A candidate's tensors under our keys, each read and laid out when it is asked for.
 
-    matched: key -> (name, rule); unmatched: names without a rule.
+    tokens: of the prompt; matched: key -> its tensor; unmatched: names without a rule; given:
+    values that do not come from the tensors.
     """
 
     tensors: ForeignTensors
-    sizes: Sizes
-    matched: dict[str, tuple[str, MapRule]] = field(default_factory=dict)
+    config: ModelConfig
+    tokens: int = 1
+    matched: dict[str, Binding] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
     given: dict[str, Tensor] = field(default_factory=dict)
 
@@ -90,8 +114,8 @@ class Candidate:
     def specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """Key -> (dtype, shape as captured)."""
         found = {key: ("", tuple(value.shape)) for key, value in self.given.items()}
-        for key, (name, _) in self.matched.items():
-            found.setdefault(key, ("", self.tensors.tensors[name].shape))
+        for key, binding in self.matched.items():
+            found.setdefault(key, ("", self.tensors.tensors[binding.name].shape))
         return found
 
     def __contains__(self, key: object) -> bool:
@@ -102,24 +126,52 @@ class Candidate:
         does not fit, with the rule."""
         if key in self.given:
             return self.given[key].clone()
-        name, rule = self.matched[key]
-        value = self.tensors.tensors[name].load()
-        steps = [parse_step(text) for text in rule.steps]
-        return apply_steps(value, steps, self._sizes_of(key), f"rule {rule.name} for {name}")
+        binding = self.matched[key]
+        where = f"rule {binding.rule.name} for {binding.name}"
+        sizes = self.sizes_of(key, binding.expert)
+        return apply_steps(self._load(binding.name), binding.steps, sizes, where, self._load)
 
-    def _sizes_of(self, key: str) -> Sizes:
-        return self.sizes.of_one_token() if key.startswith("decode.") else self.sizes
+    def _load(self, name: str) -> Tensor:
+        return self.tensors.tensors[name].load()
+
+    def sizes_of(self, key: str, expert: int | None = None) -> Sizes:
+        """The sizes of a key's pass and layer."""
+        return sizes_of(self.config, key, self.tokens, expert)
+
+    def has_tokens(self, tokens: int) -> None:
+        """Set the prompt's length, and drop keys that hold nothing in such a prompt."""
+        self.tokens = tokens
+        empty = [k for k, b in self.matched.items() if is_empty(b.steps, self.sizes_of(k))]
+        for key in empty:
+            del self.matched[key]
+
+
+def sizes_of(
+    config: ModelConfig, key: str, tokens: int, expert: int | None = None
+) -> Sizes:
+    """The sizes of a key's pass and layer behind a prompt of `tokens` tokens."""
+    step = Pass("", tokens, 0)
+    if key.startswith("decode."):
+        step = Pass("", 1, tokens + int(key.split(".")[1]))
+    elif key.startswith("mtp.0.decode."):
+        step = Pass("", 1, tokens)
+    layer = layer_of(key)
+    layer = config.n_layers if layer is None and key.startswith("mtp.") else layer
+    known = layer is not None and layer < len(config.compress_ratios)
+    return Sizes.of(config, step, config.ratio(layer or 0) if known else 0, expert)
 
 
 def match(tensors: ForeignTensors, rules: TensorMap, config: ModelConfig) -> Candidate:
     """Bind names to keys. InputError where no name matches any rule."""
-    compiled = [(pattern(rule.name), rule) for rule in rules.rules]
-    decode = pattern(rules.decode) if rules.decode else None
-    candidate = Candidate(tensors, Sizes.of(config, tokens=1))
-    for name in tensors.tensors:
-        prefix, inner = _pass_of(name, decode, rules.decode)
-        if not _bind(candidate, compiled, config, name, inner, prefix):
-            candidate.unmatched.append(name)
+    candidate = Candidate(tensors, config)
+    matcher = _Matcher(candidate, rules)
+    found = {name for name in tensors.tensors if matcher.bind(name)}
+    found |= {tensors.tensors[name].alias_of for name in found} - {None}
+    candidate.unmatched = [
+        name
+        for name, tensor in tensors.tensors.items()
+        if name not in found and tensor.alias_of is None
+    ]
     if not candidate.matched:
         raise InputError(
             f"{tensors.path}: expected names of the map, found none that matches, for instance "
@@ -128,40 +180,76 @@ def match(tensors: ForeignTensors, rules: TensorMap, config: ModelConfig) -> Can
     return candidate
 
 
-def _bind(
-    candidate: Candidate,
-    rules: list[tuple[re.Pattern[str], MapRule]],
-    config: ModelConfig,
-    name: str,
-    inner: str,
-    prefix: str,
-) -> bool:
-    """Give a name every key that a rule has for it."""
-    found = False
-    for compiled, rule in rules:
-        hit = compiled.fullmatch(inner)
-        if hit is None or not _right_layer(rule, hit.groupdict(), config):
-            continue
-        found = True
-        key = filled(rule.key, hit.groupdict())
-        if key is not None and candidate.tensors.tensors[name].shape.count(0) == 0:
-            candidate.matched.setdefault(prefix + key, (name, rule))
-    return found
+class _Matcher:
+    """Gives names the keys that the rules of a map have for them."""
+
+    def __init__(self, candidate: Candidate, rules: TensorMap) -> None:
+        self.candidate, self.tensors = candidate, candidate.tensors.tensors
+        self.config = candidate.config
+        self.rules = [(pattern(rule.name), rule) for rule in rules.rules]
+        self.decode_text = rules.decode or ""
+        self.decode = pattern(rules.decode) if rules.decode else None
+
+    def bind(self, name: str) -> bool:
+        """Enter a name under its keys; False where no rule has one."""
+        ours, theirs = self._pass_of(name)
+        found = False
+        for compiled, rule in self.rules:
+            hit = compiled.fullmatch(name, len(theirs))
+            if hit is None or (rule.passes == "prefill" and ours) or (
+                rule.passes == "decode" and not ours
+            ):
+                continue
+            for fields in self._layers(rule, hit.groupdict()):
+                found |= self._enter(name, rule, fields, ours, theirs)
+        return found
+
+    def _pass_of(self, name: str) -> tuple[str, str]:
+        """The pass prefix of our keys, and the engine's."""
+        hit = self.decode.match(name) if self.decode is not None else None
+        if hit is None:
+            return "", ""
+        number = int(hit["i"]) - ("{i+1}" in self.decode_text)
+        return (f"decode.{number}." if number >= 0 else ""), hit[0]
+
+    def _layers(self, rule: MapRule, fields: dict[str, str]) -> list[dict[str, str]]:
+        """The fields for each layer that a rule is about."""
+        if "{n" in rule.key and "n" not in fields:
+            every = [fields | {"n": str(n)} for n in range(self.config.n_layers)]
+        else:
+            every = [fields]
+        return [f for f in every if _right_layer(rule, f, self.config)]
+
+    def _enter(
+        self, name: str, rule: MapRule, fields: dict[str, str], ours: str, theirs: str
+    ) -> bool:
+        steps = []
+        for text in rule.steps:
+            step = parse_step(text)
+            if step.other is not None:
+                other = theirs + (filled(step.other, fields) or "")
+                if other not in self.tensors:
+                    return False
+                step = step.with_other(other)
+            steps.append(step)
+        experts = self._experts(steps) if "{e}" in rule.key and "e" not in fields else [None]
+        for expert in experts:
+            key = filled(rule.key, fields if expert is None else fields | {"e": str(expert)})
+            if key is not None and self.tensors[name].shape.count(0) == 0:
+                binding = Binding(name, rule, tuple(steps), expert)
+                self.candidate.matched.setdefault(ours + key, binding)
+        return True
+
+    def _experts(self, steps: list[Step]) -> list[int]:
+        """The experts that any token was routed to, by the table that `rows` names."""
+        table = next(step.other for step in steps if step.verb == "rows")
+        return sorted({int(e) for e in self.tensors[table or ""].load().flatten()})
 
 
 def _right_layer(rule: MapRule, fields: Mapping[str, str], config: ModelConfig) -> bool:
     if rule.ratios is None or "n" not in fields:
         return True
     return int(fields["n"]) < config.n_layers and config.ratio(int(fields["n"])) in rule.ratios
-
-
-def _pass_of(name: str, decode: re.Pattern[str] | None, text: str | None) -> tuple[str, str]:
-    """The pass prefix of our keys, and the name without the engine's own."""
-    hit = decode.match(name) if decode is not None else None
-    if hit is None:
-        return "", name
-    number = int(hit["i"]) - ("{i+1}" in (text or ""))
-    return (f"decode.{number}." if number >= 0 else ""), name[hit.end() :]
 
 
 def pattern(text: str) -> re.Pattern[str]:
@@ -174,12 +262,11 @@ def pattern(text: str) -> re.Pattern[str]:
 
 def filled(template: str, fields: Mapping[str, str]) -> str | None:
     """A key's template with its fields filled in; None where `{n-1}` is before the first layer."""
-    values: dict[str, Any] = dict(fields)
-    key = template.replace("{key}", values.get("key", ""))
-    for name in ("n", "i"):
-        if name in values:
-            before = int(values[name]) - 1
+    key = template.replace("{key}", fields.get("key", ""))
+    for name in ("n", "i", "e"):
+        if name in fields:
+            before = int(fields[name]) - 1
             if f"{{{name}-1}}" in key and before < 0:
                 return None
-            key = key.replace(f"{{{name}-1}}", str(before)).replace(f"{{{name}}}", values[name])
+            key = key.replace(f"{{{name}-1}}", str(before)).replace(f"{{{name}}}", fields[name])
     return key
