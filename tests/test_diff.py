@@ -139,13 +139,18 @@ def test_a_step_does_what_its_words_say(text, shape, expected, config: ModelConf
 
 def test_reshape_takes_letters_of_the_model(config: ModelConfig) -> None:
     value = torch.arange(float(3 * config.n_heads * config.head_dim))
-    found = apply_steps(value, [parse_step("reshape 1,s,H,HD")], Sizes.of(config, Step("", 3, 0)), "rule")
+    found = apply_steps(
+        value, [parse_step("reshape 1,s,H,HD")], Sizes.of(config, Step("", 3, 0)), "rule"
+    )
     assert found.shape == (1, 3, config.n_heads, config.head_dim)
 
 
 def test_an_offset_leaves_minus_one_as_it_is(config: ModelConfig) -> None:
     found = apply_steps(
-        torch.tensor([[-1, 0, 5]]), [parse_step("offset s")], Sizes.of(config, Step("", 3, 0)), "rule"
+        torch.tensor([[-1, 0, 5]]),
+        [parse_step("offset s")],
+        Sizes.of(config, Step("", 3, 0)),
+        "rule",
     )
     assert found.tolist() == [[-1, 3, 8]]
 

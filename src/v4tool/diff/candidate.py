@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from v4tool.config import ModelConfig
-from v4tool.diff.maps import Candidate, load_map, match
+from v4tool.diff.maps import load_map
+from v4tool.diff.matching import Candidate, match
 from v4tool.diff.readers import open_tensors
 from v4tool.errors import InputError
 from v4tool.profiles import validate_ids

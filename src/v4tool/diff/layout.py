@@ -103,9 +103,6 @@ ARGUMENTS = {
     "squeeze": (1,),
     "take": (2,),
     "split": (2,),
-    "deinterleave": (1,),
-    "heads": (0,),
-    "offset": (1,),
     "append": (2, 3),
     "prepend": (2, 3),
     "after": (2,),
@@ -113,6 +110,9 @@ ARGUMENTS = {
     "indices": (1,),
     "unmasked": (1,),
     "sorted": (1,),
+    "deinterleave": (1,),
+    "heads": (0,),
+    "offset": (1,),
 }
 """Verb -> numbers of words that may follow it."""
 OTHER_TENSOR = {"append": 1, "prepend": 1, "after": 1, "rows": 0, "unmasked": 0}
@@ -121,9 +121,9 @@ OTHER_TENSOR = {"append": 1, "prepend": 1, "after": 1, "rows": 0, "unmasked": 0}
 
 def parse_step(text: str) -> Step:
     """A step from its words; ValueError where the verb or the number of words is wrong."""
-    verb, *arguments = text.split()
+    verb, *arguments = text.split() or [""]
     if verb not in ARGUMENTS:
-        raise ValueError(f"expected one of {', '.join(ARGUMENTS)}, found {verb}")
+        raise ValueError(f"expected one of {', '.join(ARGUMENTS)}, found {verb!r}")
     allowed = ARGUMENTS[verb]
     if len(arguments) not in allowed:
         numbers = " or ".join(map(str, allowed))
@@ -143,7 +143,7 @@ def apply_steps(
         before = list(value.shape)
         try:
             value = _apply(value, step, sizes, others)
-        except (RuntimeError, ValueError, IndexError) as error:
+        except (RuntimeError, TypeError, ValueError, IndexError, OverflowError) as error:
             reason = str(error).splitlines()[0]
             raise InputError(f"{where}: {step} does not fit shape {before}: {reason}") from None
     return value
@@ -164,7 +164,10 @@ def is_empty(steps: Iterable[Step], sizes: Sizes) -> bool:
 
 
 def _is_zero(text: str, sizes: Sizes) -> bool:
-    return sizes.value(text) == 0
+    try:
+        return sizes.value(text) == 0
+    except ValueError:
+        return False
 
 
 def _apply(value: Tensor, step: Step, sizes: Sizes, others: Others) -> Tensor:
@@ -237,8 +240,7 @@ def _sorted(value: Tensor, columns: int) -> Tensor:
 
 def _indices(mask: Tensor, columns: int) -> Tensor:
     """Where a mask of the last axis is 0 (seen) rather than -inf (not seen), -1 behind them."""
+    if columns > mask.shape[-1]:
+        raise ValueError(f"expected a mask of at least {columns} columns")
     numbers = torch.arange(mask.shape[-1]).expand(mask.shape)
-    padded = torch.nn.functional.pad(
-        torch.where(mask == 0, numbers, -1), (0, max(columns - mask.shape[-1], 0)), value=-1
-    )
-    return _sorted(padded, columns)
+    return _sorted(torch.where(mask == 0, numbers, -1), columns)
