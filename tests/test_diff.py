@@ -155,6 +155,48 @@ def test_an_offset_leaves_minus_one_as_it_is(config: ModelConfig) -> None:
     assert found.tolist() == [[-1, 3, 8]]
 
 
+OTHERS = {
+    "mask": torch.tensor([[0.0, -torch.inf, -torch.inf], [0.0, 0.0, -torch.inf]]),
+    "scores": torch.tensor([[1.0, -torch.inf, 3.0], [-torch.inf, 2.0, 0.5]]),
+    "experts": torch.tensor([[0, 2], [1, 0]]),
+}
+OTHER_STEPS = [
+    ("append 1 mask", [[7.0, 8.0], [9.0, 6.0]], [[7, 8, 0, -torch.inf, -torch.inf],
+                                                [9, 6, 0, 0, -torch.inf]]),
+    ("append 1 mask 0:1", [[7.0, 8.0], [9.0, 6.0]], [[7, 8, 0], [9, 6, 0]]),
+    ("prepend 1 mask 0:1", [[7.0, 8.0], [9.0, 6.0]], [[0, 7, 8], [0, 9, 6]]),
+    ("after 1 mask", [[1, 2, 3, 4], [5, 6, 7, 8]], [[4], [8]]),
+    ("unmasked scores", [[2, 1, 0], [1, 2, -1]], [[2, -1, 0], [1, 2, -1]]),
+    ("rows experts", [[[1], [2]], [[3], [4]]], [[1], [4]]),
+    ("sorted 3", [[5, -1, 2, -1], [-1, 4, 3, 1]], [[2, 5, -1], [1, 3, 4]]),
+    ("indices 2", OTHERS["mask"].tolist(), [[0, -1], [0, 1]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "value", "expected"), OTHER_STEPS, ids=lambda x: str(x)[:16])
+def test_a_step_takes_what_it_needs_from_other_tensors(
+    text: str, value: list, expected: list, config: ModelConfig
+) -> None:
+    sizes = Sizes.of(config, Step("", 3, 0), expert=0)
+    found = apply_steps(torch.tensor(value), [parse_step(text)], sizes, "rule", OTHERS.__getitem__)
+    assert found.tolist() == expected
+
+
+LETTERS = [
+    (Step("", 3, 0), 4, {"s": 3, "t": 0, "k": 0, "w": 3, "n": 3, "o": 3}),
+    (Step("", 9, 0), 4, {"s": 9, "t": 2, "k": 2, "w": 9, "n": 11, "o": 9}),
+    (Step("", 9, 0), 0, {"s": 9, "t": 0, "k": 0, "w": 9, "n": 9, "o": 9}),
+    (Step("decode.1.", 1, 11), 4, {"s": 1, "t": 1, "k": 3, "w": 128, "n": 131, "o": 128}),
+]
+
+
+@pytest.mark.parametrize(("step", "ratio", "expected"), LETTERS)
+def test_letters_are_sizes_of_the_pass_and_the_layer(step, ratio, expected, config) -> None:
+    sizes = Sizes.of(config, step, ratio)
+    assert {letter: sizes.value(letter) for letter in expected} == expected
+    assert sizes.value("s+t-2*w") == expected["s"] + expected["t"] - 2 * expected["w"]
+
+
 BAD_MAPS = {
     "transpos 0": "transpos",
     "reshape": "reshape: expected 1 words, found 0",
