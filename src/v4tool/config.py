@@ -147,6 +147,11 @@ class ModelConfig(ModelFields):
         """Routed experts of a block, and how many of them a token takes."""
         return self.n_routed_experts, self.n_activated_experts
 
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens that a draft block takes in a decode step."""
+        return 1
+
     def block_path(self, layer: int) -> str:
         """Where a block's tensors live: `layers.<n>`, and `mtp.<i>` from index `n_layers` on."""
         return f"mtp.{layer - self.n_layers}" if self.is_mtp(layer) else f"layers.{layer}"
