@@ -89,7 +89,7 @@ def test_the_same_bits_come_out_again(references: Path, checkpoint: Checkpoint) 
 def test_baseline6_is_left_alone_unless_named(references: Path, checkpoint: Checkpoint) -> None:
     everything = {p.entry.id: p.left_alone for p in plan(references, None)}
     assert everything == {
-        "baseline6": "made anew only when it is named", "short": None, "long": None
+        "baseline6": "recorded again only when it is named", "short": None, "long": None
     }  # fmt: skip
     named = plan(references, ["baseline6"])
     assert [(p.entry.id, p.left_alone) for p in named] == [("baseline6", None)]
@@ -168,7 +168,7 @@ def test_another_checkpoint_gives_another_hash(references: Path, checkpoint: Che
 
 def test_two_at_once_are_refused(references: Path, checkpoint: Checkpoint) -> None:
     def second(recording: Path) -> Verified:
-        with pytest.raises(OutputError, match="another regen is at work here"):
+        with pytest.raises(OutputError, match="another regen is running here"):
             regenerate(profile(), checkpoint, plan(references, ["long"]), references, verify=passes)
         return Verified(True, {})
 

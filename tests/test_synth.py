@@ -417,8 +417,8 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
-    """No disk holds a model of this vocabulary, and nothing is written to find out."""
-    huge = ModelConfig.from_dict(MINI.to_release_dict() | {"vocab_size": 10**13})
+    """No disk holds experts of this width (13 TB), and nothing is written to find out."""
+    huge = ModelConfig.from_dict(MINI.to_release_dict() | {"moe_intermediate_size": 2**30})
     with pytest.raises(OutputError, match=r"expected \d+ bytes of free space, found \d+"):
         synth(tmp_path / "c", huge, seed=0)
     assert list(tmp_path.iterdir()) == []

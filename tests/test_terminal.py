@@ -25,13 +25,19 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*(?:3|4|9|10)[0-9](?:;[0-9;]*)?m")
 """An escape sequence that sets the colour of text or background."""
 
 
-def in_terminal(args: Sequence[object], columns: int, **environment: str) -> str:
-    """What a command writes to a terminal of so many columns, its escape sequences included."""
+def in_terminal(
+    args: Sequence[object], columns: int, *, stderr: bool = False, **environment: str
+) -> str:
+    """What a command writes to a terminal of so many columns, its escape sequences included.
+
+    stderr: with what it writes to stderr.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     left = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "v4tool", *map(str, args)], stdout=theirs, stderr=subprocess.PIPE,
+        [sys.executable, "-m", "v4tool", *map(str, args)], stdout=theirs,
+        stderr=theirs if stderr else subprocess.PIPE,
         env={**left, "TERM": "xterm-256color", **environment},
     )  # fmt: skip
     os.close(theirs)
@@ -51,7 +57,8 @@ def in_terminal(args: Sequence[object], columns: int, **environment: str) -> str
 
 
 def widest(text: str) -> int:
-    return max(cell_len(line) for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines())
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)  # colours and movements of the cursor
+    return max(cell_len(line) for line in plain.splitlines())
 
 
 @pytest.mark.parametrize("environment", [{}, {"TERM": "dumb"}, {"COLUMNS": "40", "TERM": "dumb"}])
@@ -66,6 +73,39 @@ def test_a_terminal_of_40_columns(environment: dict[str, str]) -> None:
 
 def test_help_of_a_dumb_terminal_of_40_columns() -> None:
     assert widest(in_terminal(["dump", "--help"], 80, COLUMNS="40", TERM="dumb")) <= 40
+
+
+DUMP = ["dump", "--ckpt", CKPT, "--input-ids", "1,2,3", "--force", "--out"]
+PROGRESS = {
+    "dump": (DUMP, ["mtp mtp.0 7/8", "payload sha256"]),
+    "check": (["check", "--dump", LEN3, "--ckpt", CKPT], ["len3.safetensors", "MiB", "passed"]),
+    "verify": (
+        ["verify", "--dump", LEN3, "--ckpt", CKPT, "--jobs", 1],
+        ["len3.safetensors", "0/1", "passed"],
+    ),
+    "synth": (["synth", "--like", CKPT / "config.json", "--layers", "0"], ["random", "MiB"]),
+}
+"""A command with a live line, and what stays of it and of the results."""
+
+
+@pytest.mark.parametrize("name", PROGRESS)
+def test_live_line_of_40_columns(tmp_path: Path, name: str) -> None:
+    args, kept = PROGRESS[name]
+    where = {"dump": [tmp_path / "x.safetensors"], "synth": [tmp_path / "random"]}.get(name, [])
+    shown = in_terminal([*args, *where], 40, stderr=True)
+    assert widest(re.sub("(?m)^1 case in .*", "", shown)) <= 40
+    assert [word for word in kept if word not in re.sub(r"\x1b\[[0-9;]*m", "", shown)] == []
+
+
+@pytest.mark.parametrize("columns", [40, 100])
+def test_plain_lines_of_a_dumb_terminal(tmp_path: Path, columns: int) -> None:
+    shown = in_terminal(
+        [*DUMP, tmp_path / "x.safetensors"], columns, stderr=True, TERM="dumb"
+    )  # fmt: skip
+    head = next(line for line in shown.splitlines() if line.startswith("prefill layers.2 (4/8): "))
+    assert re.search(r"\d s, left \d+ s$", head) if columns == 40 else " MiB read, " in head
+    assert widest(re.sub("(?m)^1 case in .*", "", shown)) <= columns
+    assert "\x1b[" not in shown
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`python -m v4tool`, for an interpreter without the installed script."""
+"""Entry point of `python -m v4tool`: the same command line as the script `v4tool`."""
 
 from v4tool.cli import main
 

@@ -1,10 +1,10 @@
 """The Python API: functions `v4tool.dump`, `check`, `verify` and `open_recording`.
 
 Each function does what the command of its name does, without printing; settings that are not given
-come from the environment, the profile and the defaults. What the user has done wrong is a
-`V4ToolError` with the line that the command would print (it names arguments by their options).
-Remarks go to the logger `v4tool`. Left out: progress, tables, and the commands `regen`, `list` and
-`synth`. Heavy imports stay inside the functions: `import v4tool` must not wait for torch.
+come from the environment, the profile and the defaults. Unusable input raises `V4ToolError` with
+the line that the command would print (it names arguments by their options). Notes go to the logger
+`v4tool`. Left out: progress, tables, and the commands `regen`, `list` and `synth`. Slow imports
+(torch) are made inside the functions, so that `import v4tool` is fast.
 """
 
 import logging
@@ -38,23 +38,27 @@ def dump(
     layers: Iterable[int] | None = None,
     mtp: bool = True,
     force: bool = False,
+    keep_going: bool = False,
     profile: StrPath | None = None,
     threads: int | None = None,
     seed: int | None = None,
     accumulate: str | None = None,
     backend: str | None = None,
 ) -> "list[DumpResult]":
-    """Record every module's output for cases of the profile, for ids or for a text; one result a
-    case.
+    """Record every module's output for cases of the profile, token ids or a text.
+
+    Returns one result per case.
 
     ckpt: the checkpoint's directory (default: the profile's; nano's is made on first use). Of
     case (one id or several), input_ids and text exactly one is given. decode: decode steps of the
     main stack, greedy after the ids in decode_ids. out: a .safetensors file, or a directory, which
     gets a manifest (default: the profile's). only: shell patterns of keys; layers: main layers.
-    force: replace files that exist. seed: of the weights that nano makes.
+    force: replace files that exist. keep_going: record NaN and infinity; the results count them.
+    seed: of the weights that nano makes.
 
     Files appear under their names when they are whole. Raises V4ToolError: InputError for prompts,
-    patterns and layers, CheckpointError, ConfigError, ProfileError, OutputError.
+    patterns and layers, NotFiniteError for the first key with NaN or infinity, CheckpointError,
+    ConfigError, ProfileError, OutputError.
     """
     from v4tool import dumping
     from v4tool.checkpoint.directory import open_checkpoint
@@ -66,7 +70,7 @@ def dump(
     kept = None if layers is None else frozenset(layers)
     selection = dumping.Selection(tuple(only) if only else None, kept, mtp)
     target = None if out is None else Path(out)
-    with open_checkpoint(resolved, LOG.info, mtp=mtp) as checkpoint:
+    with open_checkpoint(resolved, LOG.info, mtp=mtp, allow_nan=keep_going) as checkpoint:
         vocab_size = checkpoint.config.vocab_size
         chosen = _prompts(resolved, case, text, input_ids, vocab_size)
         if decode_ids:
@@ -74,8 +78,9 @@ def dump(
         cases = [with_decode(each, decode, decode_ids) for each in chosen]
         paths = dumping.output_paths(cases, target, resolved.out_dir, force=force)
         results = dumping.dump_cases(
-            resolved, checkpoint, cases, paths, selection=selection, force=force
-        )
+            resolved, checkpoint, cases, paths,
+            selection=selection, force=force, keep_going=keep_going,
+        )  # fmt: skip
         if not dumping.is_one_file(target):
             dumping.enter_in_manifest(resolved, checkpoint.config, results)
     return results
@@ -92,14 +97,14 @@ def check(
     partial: bool = False,
     profile: StrPath | None = None,
 ) -> "CheckResult":
-    """Check a recording against its specification, its manifest's entry, itself and the weights.
+    """Check a recording: file structure, hashes, keys, shapes, token ids, values and identities.
 
-    ckpt: as in `dump`. input_ids, decode_ids: what it must be a recording of (default: what it says
-    itself). weights: also what takes the checkpoint; without, only its config.json is read. deep:
-    also recompute every product. partial: keys may be missing.
+    ckpt: as in `dump`. input_ids, decode_ids: expected ids (default: those in its metadata).
+    weights: also compare with the checkpoint; otherwise only its config.json is read. deep: also
+    recompute every matrix product. partial: keys may be missing.
 
-    What is wrong in the recording is in `result.findings`; `result.ok` says whether nothing is.
-    Raises V4ToolError for a file or a checkpoint that cannot be read.
+    `result.findings` lists the defects; `result.ok` is True if there are none. Raises V4ToolError
+    for a file or a checkpoint that cannot be read.
     """
     from v4tool.check.recording import check_recording
     from v4tool.checkpoint.directory import open_checkpoint
@@ -137,16 +142,16 @@ def verify(
     fail_fast: bool = False,
     profile: StrPath | None = None,
 ) -> "VerifyResult":
-    """Judge a recording node by node by the second description of the model.
+    """Compare a recording, node by node, with a second description of the model.
 
-    ckpt: as in `dump`. chained: values flow from the ids alone. node, layer: report only these.
-    exact: bits must be equal (default: in a recording accumulated in binary64); otherwise atol and
-    rtol decide. jobs: processes over layers; with more than one, a script must keep its calls
-    below `if __name__ == "__main__":`. vt: a description of your own, which is executed. partial:
-    keys may be missing. fail_fast: end with the first layer that fails.
+    ckpt: as in `dump`. chained: nodes take computed inputs, not recorded ones. node, layer: report
+    only these. exact: bits must be equal (default: if it was accumulated in binary64); otherwise
+    atol and rtol apply. jobs: processes, by layers; with more than one, a script must keep its
+    calls below `if __name__ == "__main__":`. vt: another description, which is executed. partial:
+    keys may be missing. fail_fast: stop after the first layer that fails.
 
-    What is wrong is in the result: `passed`, `verdict`, `failures`, `findings`. Whether the file is
-    well formed is `check`'s to say. Raises V4ToolError for what cannot be judged at all.
+    The result has `passed`, `verdict`, `failures` and `findings`. It does not include `check`.
+    Raises V4ToolError if the recording or the checkpoint cannot be read.
     """
     from v4tool.checkpoint.directory import checkpoint_directory
     from v4tool.verify.recording import verify_file
@@ -170,8 +175,8 @@ def verify(
 def open_recording(path: StrPath) -> "Recording":
     """Open a recording: `recording[key]` is a NumPy array, `recording.torch(key)` a torch tensor.
 
-    A context manager with `keys()`, `len`, `in`, iteration over keys and `metadata`. A tensor is
-    read when it is asked for. RecordingError if it is not a readable safetensors file.
+    A context manager with `keys()`, `len`, `in`, iteration over keys and `metadata`. Tensors are
+    read on access. RecordingError if it is not a readable safetensors file.
     """
     from v4tool.record.reader import Recording
 
@@ -179,7 +184,7 @@ def open_recording(path: StrPath) -> "Recording":
 
 
 def _profile(profile: StrPath | None, ckpt: StrPath | None, **settings: object) -> "Profile":
-    """The profile with arguments and environment taken in."""
+    """The profile, resolved from arguments, environment, file and defaults."""
     from v4tool import profiles
 
     name = None if profile is None else os.fspath(profile)
@@ -194,7 +199,7 @@ def _prompts(
     input_ids: Sequence[int] | None,
     vocab_size: int,
 ) -> "list[Case]":
-    """The cases that the arguments of `dump` name. InputError unless there is one kind of them."""
+    """The cases given by `dump`'s arguments. InputError unless exactly one of them is given."""
     from v4tool.errors import InputError
     from v4tool.profiles import custom_case, validate_ids
 

@@ -1,8 +1,8 @@
-"""The command line, a table of contents: settle a profile, call one function, show its result.
+"""The Typer application `v4tool`: registers the commands and maps errors to exit statuses.
 
 Exit status: 0 success, 1 a failed check or a mismatch, 2 an input that cannot be used (one line on
-stderr). stdout carries results alone; progress and remarks go to stderr. Everything heavy is
-imported inside the commands, so that `--help` answers at once.
+stderr). Results go to stdout; progress and messages go to stderr. Slow imports (torch) are made
+inside the commands, so that `--help` starts fast.
 """
 
 import atexit
@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from v4tool.commands.check import check
+from v4tool.commands.diff import diff
 from v4tool.commands.dump import dump
 from v4tool.commands.listing import listing
 from v4tool.commands.options import say
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (dump, check, verify, regen, synth):
+for command in (dump, check, verify, diff, regen, synth):
     app.command()(command)
 app.add_typer(listing, name="list")
 
@@ -40,7 +41,7 @@ def top(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="With --version: torch, product in use.")
+        bool, typer.Option("--verbose", "-v", help="With --version: torch and backend in use.")
     ] = False,
 ) -> None:
     """Record, check and verify reference activations for DeepSeek-V4-Flash on a CPU."""
@@ -52,9 +53,9 @@ def top(
 
 
 def main(run: Callable[[], None] = app) -> None:
-    """Run the command line; a user's mistake becomes one line on stderr and exit status 2."""
-    # torch's import makes hundreds of thousands of objects that stay; to look through them for
-    # garbage again and again, and once more at the end, takes most of a second
+    """Run the command line. V4ToolError: one line on stderr, exit status 2; Ctrl-C: 130."""
+    # importing torch creates hundreds of thousands of permanent objects; garbage collections over
+    # them, during the import and at exit, take most of a second
     gc.set_threshold(1_000_000, 20, 20)
     atexit.register(gc.freeze)
     use_robust_streams()

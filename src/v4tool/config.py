@@ -1,4 +1,4 @@
-"""`ModelConfig`, read from a checkpoint's `config.json`, and `Numerics` (SPEC sections 1 and 4).
+"""`ModelConfig`: a checkpoint's `config.json`; `Numerics`: how to compute (SPEC 1 and 4).
 
 `architecture` says which subclass a file is read as; its fields must be in the file, no default is
 assumed. Fields that the arithmetic does not use are ignored, except where their value contradicts
@@ -32,14 +32,14 @@ _CONTRADICTIONS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "attention_bias": False,
 }
-"""Fields that need not be there, but whose other values would mean another model than SPEC's."""
+"""Optional fields, with the only value for which the model is SPEC's."""
 
 
 class ModelConfig(ModelFields):
-    """The fields of `config.json`, how they are read and written, and what follows for a block.
+    """The model's configuration: reads and writes `config.json`, and describes each block.
 
-    other_names: further places of a field; only_values: of fields that have one value alone and
-    need not be in the file; release_extras: what `to_release_dict` adds.
+    other_names: alternative paths of a field; only_values: values of fields that have a single
+    valid value and may be missing; release_extras: fields that `to_release_dict` adds.
     """
 
     architecture: ClassVar[Architecture]
@@ -51,8 +51,7 @@ class ModelConfig(ModelFields):
     def from_file(cls, path: Path | str) -> "ModelConfig":
         """Read a `config.json` (or the one in a directory).
 
-        Raises ConfigError, one line, when it is missing, no JSON, or has a missing or senseless
-        field.
+        ConfigError if it is missing, not JSON, or has a missing or invalid field.
         """
         path = Path(path)
         if kind_of(path) == "a directory":
@@ -73,9 +72,9 @@ class ModelConfig(ModelFields):
 
     @classmethod
     def from_dict(cls, d: Any, source: str = "config") -> "ModelConfig":
-        """Build from the fields of a `config.json`, as the architecture that they are of.
+        """Build the subclass of the file's architecture from the fields of a `config.json`.
 
-        `source` names the origin in errors (ConfigError).
+        source: file name for errors (ConfigError).
         """
         if not isinstance(d, dict):
             raise ConfigError(f"{source}: expected a JSON object, found {type(d).__name__}")
@@ -117,9 +116,7 @@ class ModelConfig(ModelFields):
         return values, missing
 
     def to_release_dict(self) -> dict[str, Any]:
-        """The fields under the release's names, nested as in `config.json`; `from_dict` reads it
-        back.
-        """
+        """The fields of `config.json`, named and nested as there; the inverse of `from_dict`."""
         out: dict[str, Any] = dict(self.release_extras)
         for short, path in self.release_names.items():
             *parents, leaf = path.split(".")
@@ -153,26 +150,26 @@ class ModelConfig(ModelFields):
         return 1
 
     def block_path(self, layer: int) -> str:
-        """Where a block's tensors live: `layers.<n>`, and `mtp.<i>` from index `n_layers` on."""
+        """Prefix of a block's tensor names: `layers.<n>`, or `mtp.<i>` from index n_layers on."""
         return f"mtp.{layer - self.n_layers}" if self.is_mtp(layer) else f"layers.{layer}"
 
     @property
     def mtp_problem(self) -> str | None:
-        """Why the draft blocks of this configuration cannot be computed, or None."""
+        """Why the draft blocks cannot be computed with this configuration; None if they can."""
         if self.n_mtp_layers == 0:
             return "num_nextn_predict_layers is 0: there is no MTP layer"
         return None
 
     @property
     def mtp_supported(self) -> bool:
-        """Whether the draft blocks can be computed; `mtp_problem` says why not."""
+        """Whether the draft blocks can be computed (see `mtp_problem`)."""
         return self.mtp_problem is None
 
 
 class Numerics(BaseModel):
-    """How the reference computes: the accumulation dtype (SPEC section 4), threads and code path.
+    """How to compute: accumulation dtype (SPEC section 4), threads, backend of matrix products.
 
-    Neither threads nor backend may change a bit of the result; `accumulate` does.
+    Only `accumulate` affects results; threads and backend do not change a bit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -183,8 +180,8 @@ class Numerics(BaseModel):
 
     @property
     def acc(self) -> "torch.dtype":
-        """The dtype between two rounding places, torch.float64 or torch.float32."""
-        import torch  # here: it takes a second, and reading a configuration does not need it
+        """The accumulation dtype, torch.float64 or torch.float32."""
+        import torch  # not at the top: importing it takes a second
 
         return torch.float64 if self.accumulate == "float64" else torch.float32
 
@@ -213,7 +210,5 @@ def _value_at(d: dict[str, Any], path: str) -> Any:
 
 
 def _fields(names: list[str]) -> str:
-    """`field a` or `fields a, b`; a nested group that lacks all its fields still lists each of
-    them.
-    """
+    """Field names for a message: `field a` or `fields a, b`."""
     return f"field{'s' if len(names) > 1 else ''} {', '.join(names)}"

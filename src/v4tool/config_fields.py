@@ -1,8 +1,8 @@
-"""The fields of `config.json` that all architectures have: names, types, and rules between fields.
+"""`ModelFields`: the fields of `config.json` common to all architectures, types, consistency rules.
 
-`ModelFields` validates one field at a time by its type and relations of fields by the class's
-`checks`: a combination that SPEC gives no meaning to is refused (SPEC section 1). `explain` words
-the errors. Left out: reading the file and what follows from the fields (`config`).
+Types validate single fields, `checks` of the class the relations of fields: combinations that SPEC
+does not define are refused (SPEC section 1). `explain` formats the errors. Left out: reading the
+file (`config`).
 """
 
 import reprlib
@@ -19,18 +19,18 @@ from pydantic import (
 )
 
 ACT_BLOCK = 128
-"""Activations share one scale over this many elements along `in` (SPEC 3)."""
+"""Elements per scale of a quantised activation (SPEC 3)."""
 KV_BLOCK = 64
-"""Block of the in-place quantisation of keys and values (SPEC 5, attention and compressor)."""
+"""Elements per scale of the in-place quantisation of keys and values (SPEC 5)."""
 FP4_GROUP = 32
 """Elements per scale of an FP4 weight along `in` and of `fp4_act_quant` (SPEC 2 and 3)."""
 RATIOS = (0, 4, 128)
-"""SPEC says for these ratios alone whether blocks overlap and an indexer chooses them (only 4)."""
+"""Compression ratios that SPEC defines; 4 has overlapping blocks and an indexer."""
 
 MAX_SIZE = 2**31 - 1
-"""Of a single dimension or count."""
+"""Largest value of a dimension or count."""
 MAX_EXPERTS = 1_000_000
-"""Of routed experts in all layers together (the release has 11,008); each is six tensors' names."""
+"""Most routed experts in all layers together: each has six tensors in the layout."""
 
 RELEASE_NAMES = {
     "dim": "hidden_size",
@@ -84,7 +84,7 @@ SizeOrNone = Annotated[int, Field(ge=0, le=MAX_SIZE)]
 
 
 class ModelFields(BaseModel):
-    """The model's dimensions and constants under short names, frozen (SPEC section 1)."""
+    """Dimensions and constants of the model, under short names, immutable (SPEC section 1)."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -131,7 +131,7 @@ class ModelFields(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        """Refuse combinations of fields that SPEC gives no meaning to."""
+        """Refuse combinations of fields that SPEC does not define."""
         problems = [p for check in self.checks for p in check(self)]
         if problems:
             raise ValueError("; ".join(problems))
@@ -139,7 +139,7 @@ class ModelFields(BaseModel):
 
 
 def explain(error: ValidationError, names: Mapping[str, str]) -> str:
-    """Every problem in one line: `field: expected ..., found ...`; names: of the fields."""
+    """All errors in one line, `field: expected ..., found ...; ...`; names: of the fields."""
     lines = []
     for e in error.errors():
         if not e["loc"]:
@@ -180,7 +180,7 @@ def check_index_heads(c: ModelFields) -> list[str]:
 
 
 def check_multiples(c: ModelFields, block: int, along: Mapping[str, int]) -> list[str]:
-    """Dimensions that a quantised activation runs along must hold whole blocks."""
+    """Dimensions along which activations are quantised must be multiples of the block size."""
     out = []
     if c.fp8_block != (block, block):
         out.append(wrong(c, "fp8_block", f"[{block}, {block}]", list(c.fp8_block)))

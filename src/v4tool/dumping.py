@@ -1,8 +1,8 @@
-"""Runs cases through a checkpoint in one pass and writes their recordings.
+"""Runs the model on one or several cases in one pass over the weights and writes recordings.
 
-Decides which keys are recorded (`Selection`), how far the model is computed (`layer_range_of`) and
-what the files' metadata say. Left out: the arithmetic (`model`), the file (`record.writer`) and how
-progress is shown (`report`).
+Determines the keys to record (`Selection`), the part of the model to compute (`layer_range_of`) and
+the files' metadata. Left out: the arithmetic (`model`), the file format (`record.writer`) and the
+display of progress (`report`).
 """
 
 import json
@@ -32,6 +32,7 @@ from v4tool.names import (
     pass_of,
     recording_keys,
 )
+from v4tool.not_finite import FiniteCheck, all_finite
 from v4tool.profiles import Case, Profile, validate_ids
 from v4tool.quant.linear import backend_in_use
 from v4tool.record.manifest import Run
@@ -41,21 +42,19 @@ from v4tool.version import __version__
 
 FORMAT_VERSION = "1"
 TOP_LEVEL = ("input_ids", "embed.out")
-"""Recorded even where only some layers are asked for: they say which input the layers belong to."""
+"""Recorded even if only some layers are: they identify the input."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What of a recording is wanted: shell patterns over keys, main layers (None: all), MTP or
-    not.
-    """
+    """Which keys to record: shell patterns of keys and main layers (None: all), MTP or not."""
 
     only: tuple[str, ...] | None = None
     layers: frozenset[int] | None = None
     mtp: bool = True
 
     def wants(self, key: str, experts: int = 0) -> bool:
-        """Whether a key is recorded; a generic one, whether it is for one of `experts` experts."""
+        """Whether a key is recorded; a generic key, whether it is for one of `experts` experts."""
         if self.only is not None and not matches(key, self.only, experts):
             return False
         if self.layers is None or layer_of(key) in self.layers:
@@ -63,7 +62,7 @@ class Selection:
         return key.removeprefix(pass_of(key)) in TOP_LEVEL and not key.startswith("mtp.")
 
     def keys(self, config: ModelConfig, case: Case) -> Keys:
-        """The wanted keys of a case. InputError for a pattern or a layer that there is not."""
+        """The keys of a case to record. InputError for a pattern or layer that matches none."""
         config.architecture.require("dump")
         experts = config.n_routed_experts
         mtp = self.mtp and config.mtp_supported
@@ -81,7 +80,7 @@ class Selection:
 
 
 def layer_range_of(config: ModelConfig, case: Case, keys: Keys) -> stream.LayerRange:
-    """Which part of the model has to be computed for these keys of this case."""
+    """The part of the model that has to be computed for these keys of a case."""
     mtp = any(key.startswith("mtp.") for key in keys)
     chooses_ids = case.decode > len(case.decode_ids)
     ends = {"norm.out", "head.out"}
@@ -104,8 +103,9 @@ def union(layer_ranges: Iterable[stream.LayerRange]) -> stream.LayerRange:
 class DumpResult:
     """One recording that was written.
 
-    keys: generic names of what was asked for; seconds: of the whole pass that it was part of;
-    peak_rss, bytes_read: of the process and the checkpoint by the end of that pass, in bytes.
+    complete: whether all keys were recorded; seconds: of the whole pass, with all of its cases;
+    peak_rss, bytes_read: of the process and of the checkpoint at the end of the pass, in bytes;
+    not_finite: keys with NaN or infinity; first_not_finite: the first of them and its values.
     """
 
     case: Case
@@ -120,6 +120,8 @@ class DumpResult:
     seconds: float
     peak_rss: int
     bytes_read: int
+    not_finite: int = 0
+    first_not_finite: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The result as plain data for JSON."""
@@ -133,7 +135,10 @@ class DumpResult:
 
 
 class CaseRecorder:
-    """One case's tap: passes on what is wanted to the case's writer and counts experts."""
+    """The tap of one case: passes selected values to the case's writer, and counts experts.
+
+    check: told of every value that is not finite, selected or not.
+    """
 
     def __init__(
         self,
@@ -141,23 +146,31 @@ class CaseRecorder:
         keys: Keys,
         selection: Selection,
         writer: RecordingWriter,
+        check: FiniteCheck,
         progress: "Progress",
     ) -> None:
         self.case, self.selection, self.writer, self.progress = case, selection, writer, progress
+        self.check = check
         self.wanted = frozenset(keys)
         self.experts = 0
 
     def tap(self, key: str, value: Tensor) -> None:
-        """Record the value if its key is wanted."""
+        """Record a value if its key is selected.
+
+        NotFiniteError as `FiniteCheck.see`; of recorded values up to one buffer later.
+        """
         if is_expert(key) and key.endswith("w1.out"):
             self.experts += 1
             self.progress.expert()
         if generic(key) in self.wanted and self.selection.wants(key):
             self.writer.put(key, value)
+        elif not all_finite(value):
+            self.writer.look()
+            self.check.see(key, value)
 
 
 class Progress(Protocol):
-    """Who wants to know how far a dump is."""
+    """Receiver of a dump's progress: `watch` per module, `expert` per routed expert."""
 
     def watch(self, name: str, place: str) -> None: ...
 
@@ -165,17 +178,17 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """A progress that shows nothing."""
+    """A `Progress` that does nothing."""
 
     def watch(self, name: str, place: str) -> None:
-        """Ignore the place."""
+        """Do nothing."""
 
     def expert(self) -> None:
-        """Ignore the expert."""
+        """Do nothing."""
 
 
 def steps(config: ModelConfig, cases: Iterable[Case], selection: Selection) -> int:
-    """How many times a dump calls `Progress.watch`."""
+    """Number of times a dump calls `Progress.watch`."""
     cases = list(cases)
     layer_range = union(
         layer_range_of(config, case, selection.keys(config, case)) for case in cases
@@ -185,20 +198,20 @@ def steps(config: ModelConfig, cases: Iterable[Case], selection: Selection) -> i
 
 
 def peak_rss() -> int:
-    """The most memory this process has had resident, in bytes."""
+    """Peak resident memory of this process, in bytes."""
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024
 
 
 def numerics_of(profile: Profile) -> Numerics:
-    """The numerics that a profile asks for."""
+    """The `Numerics` of a profile."""
     return Numerics(accumulate=profile.accumulate, threads=profile.threads, backend=profile.backend)
 
 
 def metadata_of(
     profile: Profile, checkpoint: Checkpoint, case: Case, selection: Selection
 ) -> dict[str, str]:
-    """What a recording says of itself, but for its payload hash and the decode ids chosen."""
+    """A recording's metadata, except the chosen decode ids, which `_finish` sets."""
     numerics = numerics_of(profile)
     fields = {
         "format": "v4tool-recording",
@@ -228,11 +241,10 @@ def metadata_of(
 def output_paths(
     cases: Iterable[Case], out: Path | None, directory: Path, *, force: bool
 ) -> list[Path]:
-    """Where each case's recording goes: below `out` or `directory`, or the one file that `out`
-    names.
+    """The file of each case: in `out` or else `directory`, or `out` itself if it names a file.
 
-    OutputError, before anything is computed, for a file that exists (without force), for one file
-    and several cases, and for two cases that would share a file.
+    OutputError for a file that exists (without force), for one file and several cases, and for two
+    cases with the same file.
     """
     cases = list(cases)
     if out is not None and is_one_file(out):
@@ -258,13 +270,16 @@ def dump_cases(
     *,
     selection: Selection = Selection(),
     force: bool = False,
+    keep_going: bool = False,
     progress: Progress = NoProgress(),  # noqa: B008  (has no state)
 ) -> list[DumpResult]:
-    """Run the cases through the checkpoint in one pass and write each one's recording.
+    """Run the model on all cases in one pass over the weights and write their recordings.
 
-    paths: one file a case (see `output_paths`). progress: told each module before it runs.
-    Nothing stands under a final name before it is whole; on any error all of them are discarded.
-    Raises InputError for ids outside the vocabulary, OutputError where a file cannot be written.
+    paths: one file per case (see `output_paths`). keep_going: record NaN and infinity. progress:
+    called before each module runs.
+    A file gets its final name when it is complete; on an error all of them are discarded.
+    Raises InputError for ids outside the vocabulary, OutputError if a file cannot be written,
+    NotFiniteError for the first key with NaN or infinity.
     """
     config, started = checkpoint.config, time.monotonic()
     for case in cases:
@@ -281,12 +296,15 @@ def dump_cases(
         for case, path, wanted in zip(cases, paths, keys, strict=True):
             metadata = metadata_of(profile, checkpoint, case, selection)
             tensors = most_tensors(config, wanted, len(case.input_ids))
-            writer = stack.enter_context(RecordingWriter(path, tensors, metadata, force=force))
-            recorder = CaseRecorder(case, wanted, selection, writer, progress)
+            check = FiniteCheck(case.id, checkpoint, keep_going=keep_going)
+            writer = stack.enter_context(
+                RecordingWriter(path, tensors, metadata, force=force, inspect=check.see)
+            )
+            recorder = CaseRecorder(case, wanted, selection, writer, check, progress)
             ids, decode_ids = list(case.input_ids), list(case.decode_ids)
             recorders.append(recorder)
             sequences.append(stream.Sequence(ids, recorder.tap, case.decode, decode_ids))
-        # torch's own threads would only compete with ours; a caller gets its number back
+        # torch's own threads would compete with ours; the caller's number is restored
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         stream.run(checkpoint, config, numerics_of(profile), sequences, layer_range, progress.watch)
@@ -319,11 +337,13 @@ def _finish(
         seconds=time.monotonic() - started,
         peak_rss=peak_rss(),
         bytes_read=checkpoint.bytes_read,
+        not_finite=len(recorder.check.keys),
+        first_not_finite=recorder.check.first,
     )
 
 
 def run_of(profile: Profile, result: DumpResult) -> Run:
-    """What the manifest keeps of the run that recorded a case."""
+    """The fields of a manifest entry that come from the run rather than from the file."""
     case = result.case
     return Run(
         id=case.id,
@@ -343,12 +363,12 @@ def run_of(profile: Profile, result: DumpResult) -> Run:
 
 
 def enter_in_manifest(profile: Profile, config: ModelConfig, results: Iterable[DumpResult]) -> None:
-    """Describe finished recordings in the `prompts.json` beside them (see `record.manifest`)."""
+    """Add finished recordings to the manifest of their directory (see `record.manifest`)."""
     for result in results:
         run = run_of(profile, result)
         record_dump(result.path.parent, result.path, config, run)
 
 
 def is_one_file(out: Path | None) -> bool:
-    """Whether --out names one recording and not a directory of them, which has a manifest."""
+    """Whether --out names a single file, for which no manifest is written."""
     return out is not None and out.suffix == ".safetensors" and not out.is_dir()

@@ -1,8 +1,7 @@
-"""Exceptions for a user's mistakes (`V4ToolError`), and `Finding`, one defect of data.
+"""Exception classes for unusable input (`V4ToolError`), and `Finding`, one defect of data.
 
-`V4ToolError` and its kinds are caught in one place (`cli.main`) and turned into one line on stderr
-and exit status 2. A `Finding` is data: `check` and `verify` collect them, go on, and exit with
-status 1.
+`cli.main` catches `V4ToolError` and prints one line to stderr, exit status 2. A `Finding` is data:
+`check` and `verify` collect findings, continue, and exit with status 1.
 """
 
 from dataclasses import asdict, dataclass
@@ -10,19 +9,19 @@ from typing import Any, Literal
 
 
 def printable(text: str) -> str:
-    """The text in one line: line ends, control and other invisible characters as escapes."""
+    """The text in one line: line ends and non-printable characters as escapes."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class V4ToolError(Exception):
-    """A user's mistake or an unusable environment: one line, exit status 2."""
+    """Base class: unusable input or environment. The message is one line; exit status 2."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class ConfigError(V4ToolError):
-    """A checkpoint's `config.json` has a missing, unknown or senseless field."""
+    """A checkpoint's `config.json` has a missing, contradictory or invalid field."""
 
 
 class UnsupportedError(V4ToolError):
@@ -30,35 +29,39 @@ class UnsupportedError(V4ToolError):
 
 
 class ProfileError(V4ToolError):
-    """A profile, a case or a resolved setting cannot be used."""
+    """A profile, case or setting is invalid or missing."""
 
 
 class CheckpointError(V4ToolError):
-    """A checkpoint is missing, incomplete, damaged or of another layout."""
+    """A checkpoint is missing, incomplete, damaged or has another layout."""
 
 
 class InputError(V4ToolError):
-    """Token ids, text, layers or patterns given by the user cannot be used."""
+    """Token ids, text, layers or patterns given by the user are invalid."""
 
 
 class OutputError(V4ToolError):
-    """A result cannot be written where it was asked for."""
+    """A file cannot be written, or would replace another one."""
+
+
+class NotFiniteError(V4ToolError):
+    """A pass over a checkpoint gives NaN or infinity."""
 
 
 class RecordingError(V4ToolError):
-    """A recording cannot be opened at all (what is merely wrong in it is a `Finding`)."""
+    """A recording or its manifest cannot be read (defects inside a recording are findings)."""
 
 
 class VtError(V4ToolError):
-    """A `.vt` description breaks a rule of its language."""
+    """A `.vt` description violates the language's rules or fails to run."""
 
 
 @dataclass(frozen=True)
 class Finding:
     """One defect of data.
 
-    key: the tensor or field it is about; rule: the rule that is broken, in a few stable words;
-    expected, found: what the rule demands and what is there, readable by a person.
+    key: the tensor or field; rule: id of the violated rule; expected, found: what the rule demands
+    and what the data has, as text. severity: a note does not make a check fail.
     """
 
     key: str

@@ -1,12 +1,12 @@
-"""Recognises by its first bytes what a file is that should be safetensors or JSON.
+"""Recognises other file formats by their first bytes where safetensors or JSON is expected.
 
-For what people find in place of a downloaded file: a Git LFS pointer, a login page, another
-format, zeros. Each answer says what it is and what to do. Left out: whether a file that is none of
-these is well formed (its parser decides).
+Covers what a failed download leaves: a Git LFS pointer, an HTML page, another format, zeros. Each
+result names the format and what to do. Left out: whether other files are well formed (see their
+parsers).
 """
 
 PEEK = 4096
-"""Bytes of a file that are enough to recognise it."""
+"""Number of bytes at the start of a file that the functions here need."""
 
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 """Byte order marks of UTF-16, little and big endian."""
@@ -35,7 +35,7 @@ _MARKUP = (
 
 
 def other_kind(head: bytes) -> str | None:
-    """What a file of this beginning (`PEEK` bytes, or all) is, and what to do; else None."""
+    """Format and advice for a file that begins with `head` (PEEK bytes or all), None if unknown."""
     if len(head) >= 8 and not any(head):
         return f"a file that begins with {len(head)} zero bytes: {_AGAIN}"
     for magic, kind, advice in _MAGIC:
@@ -49,9 +49,9 @@ def other_kind(head: bytes) -> str | None:
 
 
 def json_text(data: bytes) -> str:
-    """A JSON file's text: UTF-8, a byte order mark removed.
+    """Decode a JSON file as UTF-8, without a byte order mark.
 
-    Raises UnicodeDecodeError, and ValueError that says what the file is where that can be told.
+    Raises UnicodeDecodeError, or ValueError that names a recognised other format.
     """
     if data[:2] in _UTF16_MARKS:
         raise ValueError("is UTF-16 text, expected UTF-8: save it as UTF-8")
@@ -61,14 +61,14 @@ def json_text(data: bytes) -> str:
 
 
 def not_safetensors(head: bytes) -> str | None:
-    """As `other_kind`, any text included; None for what may be a safetensors file, or a cut one."""
+    """As `other_kind`, but recognises any text too; None for a possible safetensors file."""
     if head[4:8] == bytes(4) and head[8:9] == b"{":
         return None  # a header's length below 4 GiB and its first character
     return other_kind(head) or _text(head)
 
 
 def _text(head: bytes) -> str | None:
-    """What a server or a script wrote in place of data; a header's length is never text."""
+    """A description of `head` if it is text, which no safetensors header length is; else None."""
     text = head.decode("utf-8", errors="replace")
     if not text or any(not (c.isprintable() or c.isspace()) for c in text[:16]):
         return None

@@ -1,7 +1,7 @@
 """Page cache hints for byte ranges of a file: read ahead, drop, start write-back.
 
-Linux offers `posix_fadvise`; macOS offers `F_RDADVISE` to read ahead and ages pages by itself.
-Where a system has neither, the functions do nothing. No result depends on them.
+Linux has `posix_fadvise`, macOS `F_RDADVISE` (read ahead only). On other systems the functions do
+nothing. Results do not depend on them.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ def memory() -> int:
 
 
 def will_need(fd: int, offset: int, length: int) -> None:
-    """Start reading these bytes of a file into the page cache."""
+    """Start reading these bytes of a file into the page cache; returns at once."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
     elif sys.platform == "darwin":
@@ -28,7 +28,7 @@ def will_need(fd: int, offset: int, length: int) -> None:
 
 
 def dont_need(fd: int, offset: int, length: int) -> None:
-    """Let the system drop these bytes of a file from the page cache."""
+    """Tell the system that these bytes of a file may be dropped from the page cache."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
@@ -36,6 +36,6 @@ def dont_need(fd: int, offset: int, length: int) -> None:
 def write_back(fd: int, offset: int, length: int) -> None:
     """Start writing these bytes of a file to the disk; returns at once.
 
-    Linux does so for pages that may leave the cache but are not on the disk yet; they stay.
+    On Linux, POSIX_FADV_DONTNEED starts write-back of dirty pages and keeps them in the cache.
     """
     dont_need(fd, offset, length)

@@ -1,9 +1,9 @@
-"""Regenerates recordings from the frozen ids of a manifest, and replaces those that pass.
+"""Records the cases of a manifest again from their frozen ids, and replaces files that pass.
 
 The new recordings of all cases come from one pass over the weights into a temporary directory
-beside the old ones. Each is checked, with the checkpoint, and verified; only then does it replace
-the old one. If regen is killed, every recording that it has not replaced is as it was, and the
-manifest fits. Left out: what verifying means (the caller passes it), and new prompts (`dumping`).
+beside the old ones. Each one is checked with the checkpoint, verified, and then replaces the old
+one. If the process is killed, the recordings not yet replaced are unchanged and the manifest is
+consistent. Left out: the verification (passed by the caller), and new prompts (`dumping`).
 """
 
 import shutil
@@ -24,13 +24,13 @@ from v4tool.record.statistics import describe
 from v4tool.verify.recording import verify_file
 
 LEFT_ALONE = ("baseline6",)
-"""Cases that are made anew only when they are named."""
+"""Cases that are recorded again only when they are named."""
 WORKPLACE = ".regen"
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What a verification says: whether it passed, evidence for the manifest, what was wrong."""
+    """Result of a verification: whether it passed, figures for the manifest, findings."""
 
     passed: bool
     evidence: dict[str, Any]
@@ -38,11 +38,11 @@ class Verified:
 
 
 Verify = Callable[[Path], Verified]
-"""Judges the recording in a file."""
+"""Verifies the recording in a file."""
 
 
 def verifier(checkpoint: Path, *, jobs: int = 1, threads: int = 1) -> Verify:
-    """The verification against `model.vt` and the checkpoint in that directory."""
+    """A `Verify` that uses `model.vt` and the checkpoint in a directory."""
 
     def verify(recording: Path) -> Verified:
         result = verify_file(recording, checkpoint, jobs=jobs, threads=threads)
@@ -59,7 +59,7 @@ def verifier(checkpoint: Path, *, jobs: int = 1, threads: int = 1) -> Verify:
 
 @dataclass(frozen=True)
 class Planned:
-    """One case of the manifest: its entry, and why it is left alone, if it is."""
+    """One case of the manifest. left_alone: why it is skipped, None if it is not."""
 
     entry: Entry
     left_alone: str | None = None
@@ -67,10 +67,10 @@ class Planned:
 
 @dataclass(frozen=True)
 class RegenResult:
-    """One case that was made anew.
+    """Result of one case that was recorded again.
 
-    same_payload: whether the payload is the one that the manifest had; replaced: whether it
-    took the old one's place, which it does when nothing was found wrong.
+    payload_sha256: of the new recording, expected_sha256: in the manifest; replaced: whether the
+    new file replaced the old one, which it does if check and verification passed.
     """
 
     case: str
@@ -83,7 +83,7 @@ class RegenResult:
 
     @property
     def same_payload(self) -> bool:
-        """Whether the same bits came out again."""
+        """Whether the new payload equals the one in the manifest."""
         return self.payload_sha256 == self.expected_sha256
 
     def as_dict(self) -> dict[str, Any]:
@@ -101,11 +101,9 @@ class RegenResult:
 
 
 def plan(directory: Path, case_ids: Sequence[str] | None) -> list[Planned]:
-    """What `regen` would do: every case of the manifest, or those named. InputError for an
-    unknown one.
+    """The plan for every case of the manifest, or for those named. InputError for an unknown one.
 
-    Recordings of which something was left out are not made anew: their manifest does not say
-    what.
+    Incomplete recordings are skipped: the manifest does not say which keys they lack.
     """
     manifest = Manifest.load(directory)
     if not manifest.cases:
@@ -124,7 +122,7 @@ def plan(directory: Path, case_ids: Sequence[str] | None) -> list[Planned]:
 
 def _planned(entry: Entry, *, named: bool) -> Planned:
     if entry.id in LEFT_ALONE and not named:
-        return Planned(entry, "made anew only when it is named")
+        return Planned(entry, "recorded again only when it is named")
     if not entry.complete:
         return Planned(entry, "recorded only in part; dump it again")
     return Planned(entry)
@@ -139,11 +137,10 @@ def regenerate(
     verify: Verify,
     progress: Progress = NoProgress(),  # noqa: B008  (has no state)
 ) -> list[RegenResult]:
-    """Make the planned cases' references anew in one pass over the weights, and replace those
-    that pass.
+    """Record the planned cases again in one pass over the weights; replace the files that pass.
 
-    verify: judges a recording beside its final place. OutputError where files cannot be written
-    or another regen is at work in the directory.
+    verify: called with each new recording, in a temporary directory. OutputError if files cannot be
+    written or another regen is running in the directory.
     """
     checkpoint.config.architecture.require("regen")
     entries = [p.entry for p in planned if p.left_alone is None]
@@ -163,7 +160,7 @@ def regenerate(
 
 
 class _alone:
-    """The lock that keeps two regens out of one directory."""
+    """Lock of a directory against a second regen; OutputError if it is held."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -173,7 +170,7 @@ class _alone:
         try:
             self._lock.acquire()
         except Timeout:
-            raise OutputError(f"{self._directory}: another regen is at work here") from None
+            raise OutputError(f"{self._directory}: another regen is running here") from None
         except OSError as error:
             raise OutputError(f"{self._directory}: cannot be written: {error.strerror}") from None
 
@@ -188,14 +185,14 @@ def _dump(
     place: Path,
     progress: Progress,
 ) -> list[DumpResult]:
-    """All cases into the workplace, from the frozen ids alone."""
+    """Record all cases from their frozen ids into the temporary directory `place`."""
     cases = [frozen_case(entry) for entry in entries]
     paths = [place / entry.file for entry in entries]
     return dump_cases(profile, checkpoint, cases, paths, force=True, progress=progress)
 
 
 def frozen_case(entry: Entry) -> Case:
-    """The case as the manifest has it; its text goes along for people and is never encoded."""
+    """A manifest entry as a case: its frozen ids are used, its text is not encoded again."""
     return Case(
         id=entry.id,
         subject=entry.subject,

@@ -1,8 +1,8 @@
-"""Payload hash of a tiny recording made on the spot, against the hash that every machine must give.
+"""Self-test of bit-exactness: payload hash of a small recording, compared with a constant.
 
 A random checkpoint of 4 MiB with all kinds of layers is written to a temporary directory, a prompt
-that exceeds the window and two decode steps are recorded from it (float64), and the SHA-256 of the
-payload is compared with `PAYLOAD`. No checkpoint of the user's is read. A row of `check --port`.
+that exceeds the window and two decode steps are recorded with it (float64), and the SHA-256 of the
+payload is compared with `PAYLOAD`, the same on every machine. A row of `check --port`.
 """
 
 import hashlib
@@ -46,16 +46,16 @@ PAYLOAD = "52380a89d3e4dd52021c94ccb37cab468acf505425ea6c7736c5a5ca9b82ad0b"
 
 
 def payload_row(threads: int, backend: str) -> PortRow:
-    """The row: both hashes; failed where they differ.
+    """Run the self-test as a row of `check --port` with both hashes; failed if they differ.
 
-    threads, backend: as the profile has them. OutputError where the temporary directory cannot
-    hold the checkpoint and the recording (20 MiB).
+    threads, backend: as in a profile. OutputError if the temporary directory has no room for the
+    checkpoint and the recording (20 MiB).
     """
     return run_row(ROW, lambda: compare_payload(threads, backend))
 
 
 def compare_payload(threads: int, backend: str) -> str:
-    """Both hashes as text; `CheckFailed` where they differ, with what differs first."""
+    """Both hashes as text; CheckFailed if they differ, naming checkpoint or recording as cause."""
     made, found = record(threads, backend)
     if found == PAYLOAD:
         return f"found {found}, expected {PAYLOAD}"
@@ -64,7 +64,7 @@ def compare_payload(threads: int, backend: str) -> str:
 
 
 def record(threads: int, backend: str) -> tuple[str, str]:
-    """Make the checkpoint and the recording; SHA-256 of the weights and of the payload."""
+    """Write the checkpoint and the recording; returns SHA-256 of the weights and of the payload."""
     with tempfile.TemporaryDirectory(prefix="v4tool-selftest-") as directory:
         ckpt, out = Path(directory) / "ckpt", Path(directory) / "out.safetensors"
         synth(ckpt, tiny_config(), seed=0)

@@ -1,8 +1,8 @@
-"""`parallel_for`, `ordered_map` and per-thread scratch buffers, for code that releases the GIL.
+"""Thread pools for code that releases the GIL: `parallel_for`, `ordered_map`, scratch buffers.
 
-Threads decide who computes a piece and when, never its value, so results have the same bits for any
-number of threads. `parallel_for` may be called from inside another pool: the caller works through
-the tasks itself and waits for no task that has not begun, so a nested call cannot deadlock.
+Scheduling does not affect values: results have the same bits for any number of threads.
+`parallel_for` may be called inside another pool: the caller runs tasks itself and does not wait for
+tasks that have not started, so nested calls cannot deadlock.
 """
 
 from collections import deque
@@ -22,9 +22,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 RESULTS_AHEAD = 2
-"""Pieces per thread that are begun or done before their turn: bounds the memory of their
-results.
-"""
+"""Items per thread that may be computed before their results are consumed: bounds memory."""
 
 
 @cache
@@ -33,9 +31,9 @@ def _helper_pool(helpers: int) -> ThreadPoolExecutor:
 
 
 def with_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, to be called in another thread, under this one's inference mode.
+    """Wrap a function so that another thread calls it under this thread's inference mode.
 
-    torch keeps the mode by thread, and tensors made under it can be changed only under it.
+    torch's inference mode is per thread, and inference tensors can be modified only under it.
     """
     mode = torch.is_inference_mode_enabled()
 
@@ -47,8 +45,7 @@ def with_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def parallel_for(task: Callable[[int], None], tasks: int, threads: int) -> None:
-    """Call task(0) ... task(tasks - 1), in any order, on up to `threads` threads including this
-    one."""
+    """Call task(0) ... task(tasks - 1) in any order on up to `threads` threads, with this one."""
     number = count()
 
     def work() -> None:
@@ -70,13 +67,13 @@ def parallel_for(task: Callable[[int], None], tasks: int, threads: int) -> None:
 
 
 class ScratchBuffers(local):
-    """Buffers by name, one set per thread, reused because newly allocated memory is slow."""
+    """Reusable named buffers, one set per thread; avoids the page faults of new memory."""
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
 
     def take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        """At least `size` uninitialised elements, valid until the next call with the same name."""
+        """A buffer of at least `size` uninitialised elements, valid until `name` is taken again."""
         held = self._held.get(name)
         if held is None or held.numel() < size:
             with torch.inference_mode(False):  # to be used under either mode
@@ -92,11 +89,10 @@ def _ordered_pool(threads: int) -> ThreadPoolExecutor:
 def ordered_map(
     function: Callable[[Item], Result], items: Sequence[Item], threads: int
 ) -> Iterator[Result]:
-    """function(item) of every item, in the order of the items, computed on `threads` threads.
+    """Yield function(item) of every item, in the items' order, computed on `threads` threads.
 
-    The caller only waits for results, and consumes one while others are being computed; with one
-    thread, or one item, it computes them itself. An error of `function` is raised at its item's
-    turn.
+    At most RESULTS_AHEAD results per thread are computed ahead of the consumer. With one thread or
+    one item the caller computes. An exception of `function` is raised when its item is due.
     """
     if min(threads, len(items)) <= 1:
         yield from map(function, items)

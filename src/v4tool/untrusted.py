@@ -1,8 +1,8 @@
-"""Reading untrusted input: strict JSON, files up to a size, kinds of paths, sizes of tensors.
+"""Bounded reading of untrusted input: strict JSON, small files, kinds of paths, tensor sizes.
 
 For any text or path, the functions here return within bounded memory and stack depth, or raise
-ValueError (OSError from the system), whose message the caller puts behind the file's name. Left
-out: what the values mean.
+ValueError (OSError from the system); the caller prefixes the message with the file's name. Left
+out: the meaning of the values.
 """
 
 import errno
@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 MAX_TEXT = 100_000_000
-"""Bytes of a text that is read as a whole; the safetensors format allows a header as much."""
+"""Largest text file that is read, in bytes: the safetensors format's limit of a header."""
 MAX_DIGITS = 20
-"""Digits of a whole number in JSON: as many as 2^64 has."""
+"""Most digits of an integer in JSON: as many as 2^64 has."""
 MAX_ELEMENTS = 2**63 - 1
-"""Elements of a tensor: what an int64 can count."""
+"""Most elements of a tensor: the largest int64."""
 
 Pairs = list[tuple[str, Any]]
 
 
 def kind_of(path: Path) -> str:
-    """The kind of what is at a path: "a directory", "a file", "a pipe or device", "nothing".
+    """What a path names: "a directory", "a file", "a pipe or device" or "nothing".
 
-    Any text can be asked for: a name that the system refuses is "nothing usable (...)".
+    Raises nothing: a name that the system refuses is "nothing usable (...)".
     """
     try:
         mode = path.stat().st_mode
@@ -41,8 +41,9 @@ def kind_of(path: Path) -> str:
 
 
 def read_small(path: Path) -> bytes:
-    """All bytes of a regular file. OSError where it cannot be read; ValueError for a pipe or a
-    device, and for more than MAX_TEXT bytes.
+    """All bytes of a regular file of at most MAX_TEXT bytes.
+
+    OSError if it cannot be read; ValueError for a pipe, a device or a larger file.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
@@ -53,9 +54,11 @@ def read_small(path: Path) -> bytes:
 
 
 def parse_json(text: str, pairs_hook: Callable[[Pairs], Any] | None = None) -> Any:
-    """The value of a JSON text. ValueError for what JSON forbids, and for what no file of ours
-    holds: a key twice (unless `pairs_hook` takes the pairs), numbers of more than MAX_DIGITS
-    digits, nesting beyond Python's stack.
+    """Parse JSON.
+
+    pairs_hook: converts the pairs of an object (default: `unique_keys`). ValueError for invalid
+    JSON, a key given twice, integers of more than MAX_DIGITS digits, and nesting beyond Python's
+    stack.
     """
     try:
         return json.loads(text, object_pairs_hook=pairs_hook or unique_keys, parse_int=_whole)
@@ -72,7 +75,7 @@ def _whole(digits: str) -> int:
 
 
 def unique_keys(pairs: Pairs) -> dict[str, Any]:
-    """`object_pairs_hook` for JSON: a dict, or ValueError when a key comes twice."""
+    """`object_pairs_hook` for JSON that makes a dict; ValueError if a key occurs twice."""
     if twice := repeated_keys(pairs):
         raise ValueError(f"duplicate key {shortened(', '.join(twice))}")
     return dict(pairs)
@@ -86,7 +89,7 @@ def repeated_keys(pairs: Pairs) -> list[str]:
 
 
 def element_count(shape: Sequence[int]) -> int:
-    """The product of a shape. ValueError above MAX_ELEMENTS, before it takes time to compute."""
+    """The number of elements of a shape. ValueError above MAX_ELEMENTS."""
     count = 1
     for size in shape:
         count *= size
@@ -96,5 +99,5 @@ def element_count(shape: Sequence[int]) -> int:
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """A text for an error's line, cut at `most` characters."""
+    """A text cut to `most` characters, for an error message."""
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -13,33 +13,20 @@ import numpy as np
 
 from v4tool.check.bits import F64, FP32_HALF_ULP, Bits, ordinals, to_bf16, to_f32, to_f64
 from v4tool.check.block_pass import BlockPass
-from v4tool.check.file_tensors import FileTensors
-from v4tool.check.findings import Findings
 from v4tool.check.streams import BoundedValues, Streams, bounded_sums, middle_streams, post_terms
-from v4tool.check.weight_values import to_numpy
+from v4tool.check.weight_values import WeightCheck, to_numpy
 from v4tool.names import complete_blocks, compressor_groups, has_indexer
 
 if TYPE_CHECKING:
-    from v4tool.checkpoint.shards import Checkpoint
+    pass
 
 RULE = "product"
 TOKENS = 64
 """Tokens whose streams are in memory in binary64 at a time."""
 
 
-class Coefficients:
+class Coefficients(WeightCheck):
     """The values of one block in one pass that depend on its unquantised weights."""
-
-    def __init__(
-        self, block: BlockPass, tensors: FileTensors, findings: Findings, checkpoint: "Checkpoint"
-    ) -> None:
-        self.block, self.tensors, self.findings, self.checkpoint = (
-            block,
-            tensors,
-            findings,
-            checkpoint,
-        )
-        self.config = block.config
 
     def check(self) -> None:
         """Check the hyper-connections, the compressors' pooling and the norm before a head."""

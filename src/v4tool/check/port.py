@@ -34,8 +34,8 @@ Status = Literal["ok", "failed", "skipped"]
 Progress = Callable[[int], None]
 """Called with the number of bytes of weights checked since the last call."""
 
-NAN_CODES = (0x7F, 0xFF)
-"""E4M3 codes that are NaN."""
+NAN_CODES = {"F8_E4M3": (0x7F, 0xFF), "F8_E8M0": (0xFF,)}
+"""Codes that are NaN; every FP4 code is finite."""
 PIECE_BYTES = 64 << 20
 """Bytes of a weight that are in memory at a time."""
 QUICK_ROWS = 128
@@ -164,26 +164,32 @@ def weights(checkpoint: Checkpoint, *, quick: bool, progress: Progress) -> str:
     for name in names:
         spec = _part(checkpoint.specs[name], quick)
         row_bytes = max(1, spec.nbytes // spec.shape[0])
-        step = max(1, PIECE_BYTES // row_bytes)
-        for start in range(0, spec.shape[0], step):
-            stop = min(start + step, spec.shape[0])
-            part = checkpoint.read_rows(name, start, stop)
-            _judge_weight(name, spec.dtype, part)
-            checked += (stop - start) * row_bytes
-            progress((stop - start) * row_bytes)
+        for part in _pieces(checkpoint, name, spec):
+            if bad := _not_finite(spec.dtype, part):
+                raise CheckFailed(f"{name}: {bad} values are NaN or infinite")
+            checked += len(part) * row_bytes
+            progress(len(part) * row_bytes)
     share = "a sample of" if quick else "all"
     return f"{share} {len(names)} tensors, {checked / 2**30:.2f} GiB: no NaN, no infinity"
 
 
-def _judge_weight(name: str, dtype: str, part: Tensor) -> None:
-    if dtype == "F8_E4M3":
-        bad = sum(int((part == code).sum()) for code in NAN_CODES)
-    elif dtype in ("BF16", "F32"):
-        bad = int((~part.isfinite()).sum())
-    else:
-        bad = 0  # every FP4 code is finite, and reading has refused NaN scales
-    if bad:
-        raise CheckFailed(f"{name}: {bad} values are NaN or infinite")
+def not_finite_values(checkpoint: Checkpoint, name: str) -> int:
+    """How many values or codes of a weight are NaN or infinite."""
+    spec = checkpoint.specs[name]
+    return sum(_not_finite(spec.dtype, part) for part in _pieces(checkpoint, name, spec))
+
+
+def _pieces(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> Iterator[Tensor]:
+    """The rows of a weight that `spec` has, PIECE_BYTES at a time."""
+    step = max(1, PIECE_BYTES // max(1, spec.nbytes // spec.shape[0]))
+    for start in range(0, spec.shape[0], step):
+        yield checkpoint.read_rows(name, start, min(start + step, spec.shape[0]))
+
+
+def _not_finite(dtype: str, part: Tensor) -> int:
+    if part.is_floating_point():
+        return int((~part.isfinite()).sum())
+    return sum(int((part == code).sum()) for code in NAN_CODES.get(dtype, ()))
 
 
 def layer_types(config: ModelConfig) -> dict[str, int]:

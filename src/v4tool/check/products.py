@@ -15,9 +15,8 @@ import numpy as np
 from v4tool.check.bits import F64, FP32_HALF_ULP, Bits, equal_values, to_bf16, to_f64
 from v4tool.check.block_pass import BlockPass
 from v4tool.check.coefficients import Coefficients
-from v4tool.check.file_tensors import FileTensors
-from v4tool.check.findings import Findings
-from v4tool.check.weight_values import compare_sums, to_bits, to_numpy, to_tensor
+from v4tool.check.weight_values import WeightCheck, compare_sums, to_bits, to_numpy, to_tensor
+from v4tool.config import Numerics
 from v4tool.names import has_indexer
 
 if TYPE_CHECKING:
@@ -30,9 +29,7 @@ MOST_AMBIGUOUS = 6
 and a row with more is not judged."""
 
 
-def check_products(
-    blocks: Sequence[BlockPass], tensors: FileTensors, findings: Findings, checkpoint: "Checkpoint"
-) -> None:
+def check_products(blocks: Sequence[BlockPass], checkpoint: "Checkpoint") -> None:
     """Check all products of all passes.
 
     Layer by layer, so that the page cache still has a layer's weights for its next pass.
@@ -42,26 +39,14 @@ def check_products(
         layers.setdefault(block.layer, []).append(block)
     for same_layer in layers.values():
         for block in same_layer:
-            Products(block, tensors, findings, checkpoint).check()
-            Coefficients(block, tensors, findings, checkpoint).check()
+            Products(block, checkpoint).check()
+            Coefficients(block, checkpoint).check()
 
 
-class Products:
+class Products(WeightCheck):
     """The products with the weights of one block in one pass."""
 
-    def __init__(
-        self, block: BlockPass, tensors: FileTensors, findings: Findings, checkpoint: "Checkpoint"
-    ) -> None:
-        from v4tool.config import Numerics
-
-        self.block, self.tensors, self.findings, self.checkpoint = (
-            block,
-            tensors,
-            findings,
-            checkpoint,
-        )
-        self.config = block.config
-        self.numerics = Numerics()
+    numerics = Numerics()
 
     def check(self) -> None:
         """Check all products with a weight of this block."""

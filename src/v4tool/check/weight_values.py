@@ -1,4 +1,4 @@
-"""Conversion of checkpoint tensors to NumPy and back, and the comparison of FP32 sums.
+"""Base class of checks against weights, conversion of checkpoint tensors, comparison of sums.
 
 Used by the modules that check recorded values against weights (`weights`, `products`,
 `coefficients`) and by the tests of the kernels (`kernels`). Left out: which weight belongs to which
@@ -12,13 +12,24 @@ import numpy as np
 import numpy.typing as npt
 
 from v4tool.check.bits import F64, Bits, format_number
+from v4tool.check.block_pass import BlockPass
 from v4tool.check.findings import Findings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from v4tool.checkpoint.shards import Checkpoint
+
 ULPS = 1
 """Largest distance of FP32 values rounded from binary64 sums in another order (SPEC 8)."""
+
+
+class WeightCheck:
+    """Base class of checks of one block in one pass that read the checkpoint's weights."""
+
+    def __init__(self, block: BlockPass, checkpoint: "Checkpoint") -> None:
+        self.block, self.checkpoint, self.config = block, checkpoint, block.config
+        self.tensors, self.findings = block.tensors, block.findings
 
 
 def to_bits(values: "Tensor") -> Bits:

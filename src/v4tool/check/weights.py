@@ -50,7 +50,7 @@ def check_weights(
         stored.logits()
         weight_bounds.compare_stored(lambda name: known_weight(checkpoint, name))
         if deep:
-            check_products(blocks, tensors, findings, checkpoint)
+            check_products(blocks, checkpoint)
 
 
 def check_fingerprint(tensors: FileTensors, findings: Findings, checkpoint: "Checkpoint") -> None:

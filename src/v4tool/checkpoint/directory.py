@@ -1,4 +1,4 @@
-"""Directory of a profile's checkpoint: located, or made of random values on first use.
+"""Directory of a profile's checkpoint; one of random values is made on first use.
 
 Left out: which directory a profile means (`profiles.locate`), how random values are drawn
 (`synth`), and whether the checkpoint is well formed (`shards`).
@@ -33,9 +33,12 @@ def checkpoint_directory(profile: Profile, remark: Remark) -> Path:
     return directory
 
 
-def open_checkpoint(profile: Profile, remark: Remark, *, mtp: bool = True) -> Checkpoint:
+def open_checkpoint(
+    profile: Profile, remark: Remark, *, mtp: bool = True, allow_nan: bool = False
+) -> Checkpoint:
     """The profile's checkpoint, opened (see `Checkpoint.open`); its notes go to `remark`."""
-    checkpoint = Checkpoint.open(checkpoint_directory(profile, remark), mtp=mtp)
+    directory = checkpoint_directory(profile, remark)
+    checkpoint = Checkpoint.open(directory, mtp=mtp, allow_nan=allow_nan)
     for note in checkpoint.notes:
         remark(f"note: {note}")
     return checkpoint

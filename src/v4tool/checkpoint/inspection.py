@@ -1,12 +1,11 @@
-"""A checkpoint's tensors against those that its configuration asks for (SPEC section 2).
+"""Comparison of a checkpoint's tensors with those of its configuration (SPEC section 2).
 
-Deviations that mean the same numbers are accepted and noted (`ACCEPTED`: another dtype name for the
-same bytes, scales in F32, `tid2eid` in I32). So are tensors that the layout does not know, in a
-checkpoint that has all of the layout's, if they are empty or the index lists them. All other
-deviations are counted by kind and named, and where a known variant explains them the message says
-so: other dialects' names, the Base checkpoint's FP8 experts, the DSpark re-release's mtp blocks.
-Nothing is renamed, filled in or guessed. Left out: the payload's values (`shards.py` looks at them
-when it reads).
+Differences that keep the values are accepted with a note (`ACCEPTED`: another dtype name for the
+same bytes, scales in F32, `tid2eid` in I32). Tensors outside the layout are accepted with a note if
+the checkpoint has all of the layout's and the tensor is empty or listed in the index. All other
+differences are counted by kind and listed, with an explanation for known variants: other naming
+schemes, the Base checkpoint's FP8 experts, the DSpark re-release's mtp blocks. No tensor is renamed
+or filled in. Left out: the payload's values (`payload`).
 """
 
 from collections import Counter
@@ -21,7 +20,7 @@ from v4tool.config import ModelConfig
 from v4tool.safetensors_header import Entry
 
 Status = Literal["ok", "missing", "unexpected", "different", "extra"]
-"""`extra`: unknown to the layout but harmless, `unexpected`: unknown and a reason to refuse."""
+"""`extra`: outside the layout and accepted, `unexpected`: outside the layout and refused."""
 
 ACCEPTED = {
     ("F8_E8M0", "F32"): "scales are stored in F32 and read as powers of two",
@@ -30,7 +29,7 @@ ACCEPTED = {
     ("I8", "F4"): "weights are stored as F4 and read as FP4 codes, two in a byte",
     ("I64", "I32"): "tables of experts are stored in I32",
 }
-"""Remark by (expected, found) dtype for the same numbers; F32 scales are checked when read."""
+"""Note by (expected, found) dtype with the same values; F32 scales are checked when read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,11 @@ class TensorStatus:
 
 @dataclass
 class Comparison:
-    """What may be read; what is wrong; what is remarkable."""
+    """The result of a comparison.
+
+    specs: the tensors that may be read. problems: reasons to refuse the checkpoint. notes: remarks
+    for the user.
+    """
 
     specs: dict[str, TensorSpec]
     problems: list[str] = field(default_factory=list)
@@ -53,10 +56,10 @@ class Comparison:
 
 
 def inspect(directory: Path | str, config: ModelConfig | None = None) -> list[TensorStatus]:
-    """All rows in the layout's order, whatever is missing or different, unexpected ones last.
+    """The status of every tensor: those of the layout in its order, then those outside it.
 
-    What a damaged shard should hold is missing. Raises ConfigError or CheckpointError where there
-    is nothing to compare.
+    Tensors of a damaged shard count as missing. Raises ConfigError or CheckpointError if there is
+    no configuration or no shard to read.
     """
     found = catalogue(directory)
     config = config or ModelConfig.from_file(found.directory / "config.json")
@@ -95,7 +98,7 @@ def _rows(
         TensorStatus(name, spec, _status(spec, entries.get(name)), entries.get(name))
         for name, spec in specs.items()
     ]
-    # beside a missing or different tensor an unknown one may be the same under another name
+    # if a tensor is missing or different, an unknown one may be that tensor under another name
     whole = all(row.status == "ok" for row in out)
     for name in sorted(entries.keys() - specs.keys()):
         harmless = whole and (name in listed or not entries[name].nbytes)
@@ -112,7 +115,7 @@ def _status(spec: TensorSpec, found: Entry | None) -> Status:
 
 
 def _header_shape(spec: TensorSpec, dtype: str) -> tuple[int, ...]:
-    """The tensor's shape in a header: F4 counts codes, I8 and U8 count bytes of two."""
+    """The tensor's shape in a header: in codes for F4, in bytes of two codes for I8 and U8."""
     return (*spec.shape[:-1], 2 * spec.shape[-1]) if dtype == "F4" else spec.shape
 
 
@@ -132,7 +135,7 @@ def _mtp_problems(config: ModelConfig, entries: dict[str, Entry]) -> list[str]:
 
 
 def _judge(out: Comparison, entries: dict[str, Entry], listed: Set[str]) -> Comparison:
-    """Add what the rows say; rows of mtp.* are left out where its design is the complaint."""
+    """Add problems and notes of all rows, without mtp.* if its design is a problem already."""
     rows = [
         row for row in _rows(out.specs, entries, listed) if not (out.problems and _is_mtp(row.name))
     ]
@@ -155,7 +158,7 @@ def _named(what: str, rows: list[TensorStatus]) -> list[str]:
 
 
 def _dialects(unexpected: list[TensorStatus]) -> list[str]:
-    """Lines that explain unexpected names by a dialect of the checkpoint's names."""
+    """Lines that explain unexpected names by another naming scheme."""
     out = []
     prefixed = [r.name for r in unexpected if r.name.startswith("model.")]
     if prefixed:

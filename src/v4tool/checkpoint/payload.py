@@ -1,7 +1,7 @@
-"""What only the payload of a checkpoint shows: broken downloads, NaN scales, impossible tables.
+"""Checks of a checkpoint's payload: unfinished downloads, NaN scales, invalid routing tables.
 
-Each rule says what no training leaves behind (SPEC section 2), so that a damaged file is named
-before its numbers are believed. Left out: NaN codes in weights (`v4tool check --port`).
+Each check refuses values that no trained checkpoint has (SPEC section 2), so that a damaged file is
+reported before it is used. Left out: NaN codes in weights (`v4tool check --port`).
 """
 
 import math
@@ -17,14 +17,14 @@ from v4tool.errors import CheckpointError
 from v4tool.safetensors_header import Entry
 
 PROBE = 4096
-"""Bytes looked at first when asking whether anything is not zero."""
+"""Bytes that are read first in a search for bytes other than zero."""
 _VOCABULARY = ("embed.weight", "head.weight")
 
 
 def zero_tails(found: TensorIndex, specs: Mapping[str, TensorSpec]) -> list[str]:
-    """Shards that end in zeros where weights of the layout should be: an unfinished download.
+    """A line for each shard in which weights of the layout end in zeros: an unfinished download.
 
-    Tensors that the layout does not know prove nothing: they may well be zero or empty.
+    Tensors outside the layout are ignored: they may be zero or empty.
     """
     out = []
     for file, header in found.headers.items():
@@ -33,7 +33,7 @@ def zero_tails(found: TensorIndex, specs: Mapping[str, TensorSpec]) -> list[str]
             name
             for name, entry in sorted(header.tensors.items(), key=lambda item: item[1].start)
             if name in specs
-            and entry.stop - max(entry.start, start) >= _telling(name, specs[name], entry)
+            and entry.stop - max(entry.start, start) >= _fewest_zeros(name, specs[name], entry)
         ]
         if hit:
             out.append(
@@ -43,8 +43,11 @@ def zero_tails(found: TensorIndex, specs: Mapping[str, TensorSpec]) -> list[str]
     return out
 
 
-def _telling(name: str, spec: TensorSpec, entry: Entry) -> float:
-    """How many zero bytes at a tensor's end prove it; rows of tokens never used may be zero."""
+def _fewest_zeros(name: str, spec: TensorSpec, entry: Entry) -> float:
+    """Trailing zero bytes of a tensor from which on its download is unfinished; inf for any number.
+
+    Fewer are normal in embeddings: rows of tokens that are never used may be zero.
+    """
     if not entry.nbytes:
         return math.inf
     if spec.dtype in ("F8_E4M3", "I8"):
@@ -53,7 +56,7 @@ def _telling(name: str, spec: TensorSpec, entry: Entry) -> float:
 
 
 def _zeros_from(path: Path, start: int, stop: int) -> int:
-    """The offset from which on the file holds only zeros, looking no further back than `start`."""
+    """The offset, `start` or above, from which on the file has only zeros."""
     step = PROBE
     with path.open("rb") as f:
         while stop > start:
@@ -67,7 +70,7 @@ def _zeros_from(path: Path, start: int, stop: int) -> int:
 
 
 def never_zero(name: str, spec: TensorSpec) -> bool:
-    """Tensors that no training leaves all zero; a lone scale may be 2^-127, whose code is 0."""
+    """Whether no trained checkpoint has only zeros here; a single scale may be 2^-127 (code 0)."""
     if spec.dtype in ("F8_E4M3", "I8"):
         return True
     if spec.dtype == "F8_E8M0":
@@ -75,22 +78,33 @@ def never_zero(name: str, spec: TensorSpec) -> bool:
     return name in _VOCABULARY
 
 
-def scale_codes(name: str, values: Tensor) -> Tensor:
-    """E8M0 codes (uint8), none of them NaN; F32 scales are turned into them."""
+def scale_codes(name: str, values: Tensor, *, allow_nan: bool = False) -> Tensor:
+    """E8M0 codes (uint8), none of them NaN unless allowed; F32 scales are turned into them."""
     if values.dtype == torch.float32:
-        return _codes_of_powers(name, values)
-    if b"\xff" in values.numpy().tobytes():
+        return _codes_of_powers(name, values, allow_nan)
+    if not allow_nan and b"\xff" in values.numpy().tobytes():
         count = int((values == 0xFF).sum())
         raise CheckpointError(f"{name}: {count} of {values.numel()} scales are 0xFF (NaN)")
     return values
 
 
-def _codes_of_powers(name: str, values: Tensor) -> Tensor:
-    """F32 powers of two from 2^-127 to 2^127 as E8M0 codes; anything else is refused."""
+def check_bias(name: str, values: Tensor) -> None:
+    """No bias of the gate is NaN: it only selects experts, so no recorded value would show it."""
+    if count := int(values.isnan().sum()):
+        raise CheckpointError(f"{name}: {count} of {values.numel()} biases are NaN")
+
+
+def _codes_of_powers(name: str, values: Tensor, allow_nan: bool) -> Tensor:
+    """F32 powers of two from 2^-127 to 2^127 as E8M0 codes; anything else is refused, NaN unless
+    allowed.
+    """
     bits = values.view(torch.int32)
     smallest = bits == 1 << 22  # 2^-127 is subnormal in F32
     codes = torch.where(smallest, 0, bits >> 23)
     wrong = ((bits & 0x7FFFFF) != 0) & ~smallest | (codes < 0) | (codes > 254) | (bits == 0)
+    if allow_nan:
+        codes = torch.where(values.isnan(), 0xFF, codes)
+        wrong &= ~values.isnan()
     if wrong.any():
         found = values[wrong][0].item()
         raise CheckpointError(

@@ -1,10 +1,10 @@
-"""Random values for each tensor of a checkpoint, such that all of the model's paths are taken.
+"""Random values for the tensors of a checkpoint, such that every path of the model is taken.
 
 Every linear map has a gain near 1, so that activations neither grow nor vanish over many layers;
-the experts' gate and up projections are larger, so that some of their values pass the SwiGLU
-limit. A tensor's bytes depend on its name, its shape and the seed alone: raw words of a bit
-generator, mapped through tables, never through the C library's samplers. Left out: any likeness
-to trained weights beyond that.
+the experts' gate and up projections have a larger one, so that some of their values exceed the
+SwiGLU limit. A tensor's bytes depend only on its name, its shape and the seed: raw words of a bit
+generator are mapped through tables, without a library's samplers. Left out: any other likeness to
+trained weights.
 """
 
 import hashlib
@@ -22,40 +22,41 @@ from v4tool.config import ModelConfig
 from v4tool.quant.formats import E2M1, E4M3, e4m3_encode
 
 SYNTH_VERSION = 1
-"""Counts changes of the values: with another version a seed gives another checkpoint."""
+"""Version of the values: with another one, a seed gives another checkpoint."""
 
 CHUNK = 1 << 16
 """Bytes made at a time: it stays in the cache, and large tensors are never held whole."""
 
 GAINS = {"w1": 3.5, "w3": 3.5, "w2": 0.1, "gate": 1.5, "head": 2.0, "e_proj": 0.7, "h_proj": 0.7}
-"""Root mean square of a linear map's output for an input of 1; 1 for those that are not named.
+"""RMS of a linear map's output for an input of RMS 1, by its name; 1 for all others.
 
-3.5 lets about one value in 100 pass a limit of 10 on either side; 0.1 brings the rest back to 1.
+With 3.5, about one value in 100 exceeds a limit of 10 on either side; 0.1 brings the rest back to
+1.
 """
 
 DEVIATIONS = {
     "embed": 1.0, "norm": 0.1, "attn_sink": 1.0, "ape": 0.5, "bias": 0.2,
     "_base": 0.5, "_scale": 0.25,
 }  # fmt: skip
-"""Standard deviation by the end of a tensor's name, where no gain decides it."""
+"""Standard deviation by the end of a tensor's name, for tensors without a gain."""
 
 FP8_SPREAD = 112.0
-"""Standard deviation of FP8 codes' values: a quarter of the largest."""
+"""Standard deviation of the values of FP8 codes: a quarter of the largest value."""
 RARE_CODES = 16
-"""Of 256 table entries, those drawn among all codes that are no NaN; the rest are a bell curve."""
+"""Of 256 table entries, those drawn among all codes but NaN; the others follow the normal curve."""
 
 SCALE_STEPS = (-2, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 2)
-"""Exponents of block scales about their mean: neighbours differ, as in the release."""
+"""Exponents of block scales relative to their mean: neighbours differ, as in the release."""
 
 
 def tensor_bytes(
     name: str, specs: Mapping[str, TensorSpec], config: ModelConfig, seed: int
 ) -> Iterator[bytes]:
-    """A tensor's stored bytes in pieces: some hundred KB at most, but the hash table whole."""
+    """A tensor's stored bytes in pieces of at most some hundred KB; the hash table in one."""
     spec = specs[name]
     words = _bit_generator(name, seed)
     if spec.dtype == "I8":
-        return _raw(words, spec.nbytes)  # uniform E2M1 codes are a fair bell curve by themselves
+        return _raw(words, spec.nbytes)  # uniform E2M1 codes are nearly normal
     if spec.dtype == "F8_E4M3":
         table = _fp8_table(words)
         return (piece.translate(table) for piece in _raw(words, spec.nbytes))
@@ -74,7 +75,7 @@ def _bit_generator(name: str, seed: int) -> np.random.SFC64:
 
 
 def _words(words: np.random.SFC64, count: int) -> npt.NDArray[np.uint64]:
-    """`count` raw 64-bit words; little endian in memory whatever the machine."""
+    """`count` raw 64-bit words; little endian in memory on every machine."""
     return np.asarray(words.random_raw(count)).astype("<u8", copy=False)
 
 
@@ -86,9 +87,9 @@ def _raw(words: np.random.SFC64, nbytes: int) -> Iterator[bytes]:
 
 @lru_cache
 def _quantiles(count: int) -> npt.NDArray[np.float64]:
-    """The normal distribution's quantiles at the middles of `count` equal shares, ascending.
+    """Quantiles of the normal distribution at the midpoints of `count` equal intervals, ascending.
 
-    In units of 2^-20, far coarser than what C libraries' logarithms may differ by.
+    Rounded to multiples of 2^-20, far more than C libraries' logarithms differ by.
     """
     inverse = NormalDist().inv_cdf
     upper = np.array([inverse((i + 0.5) / count) for i in range(count // 2, count)])
@@ -97,7 +98,7 @@ def _quantiles(count: int) -> npt.NDArray[np.float64]:
 
 
 def _fp8_table(words: np.random.SFC64) -> bytes:
-    """256 E4M3 codes, a bell curve and a few of any size; no NaN."""
+    """256 E4M3 codes, normally distributed but for `RARE_CODES` of them; no NaN."""
     codes = e4m3_encode(torch.from_numpy(_quantiles(256) * FP8_SPREAD)).numpy()
     drawn = _words(words, RARE_CODES)
     rare = (drawn % 127 | (drawn >> 63) << 7).astype(np.uint8)
@@ -106,9 +107,9 @@ def _fp8_table(words: np.random.SFC64) -> bytes:
 
 
 def _scale_table(name: str, weight: TensorSpec) -> bytes:
-    """256 E8M0 codes about the exponent that gives the weight its deviation.
+    """256 E8M0 codes around the exponent that gives the weight its standard deviation.
 
-    That exponent is no integer: a share of the entries lies one above, so that the mean square is
+    That exponent is no integer: some of the entries are one larger, so that the mean square is
     right.
     """
     steps = np.array(SCALE_STEPS)
@@ -140,7 +141,7 @@ def _deviation(name: str, spec: TensorSpec) -> float:
 
 
 def _mean(name: str, spec: TensorSpec, config: ModelConfig) -> npt.NDArray[np.float64] | float:
-    """What a tensor's values lie about: 1 for norms and hc scales; hc bases keep streams apart."""
+    """Mean of a tensor's values: 1 for norms and hc scales; hc bases keep the streams different."""
     if name.endswith("norm.weight") or name.endswith("_scale"):
         return 1.0
     if name.endswith(("hc_attn_base", "hc_ffn_base")):

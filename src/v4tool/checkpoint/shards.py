@@ -1,11 +1,9 @@
-"""A checkpoint opened for reading: one tensor, some of its rows, one expert at a time (SPEC
-section 2).
+"""Reader of a checkpoint: whole tensors, or some of their rows (SPEC section 2).
 
-Everything that can be told from headers is checked when it is opened; what only the payload shows
-(a NaN scale, a tail of zeros, an impossible routing table) is checked when a tensor is read.
-Reads go by `pread` straight into the tensor's own memory, so peak memory is what the caller
-holds, whatever the size of the files. Left out: decoding the number formats (`quant`), NaN codes
-in weights (`v4tool check --port`).
+Headers and trailing zeros of the files are checked on opening; NaN scales, tensors of zeros and
+invalid routing tables when a tensor is read. `pread` reads into the tensor's own memory, so peak
+memory is what the caller holds, for files of any size. Left out: decoding the number formats
+(`quant`), NaN codes in weights (`v4tool check --port`).
 """
 
 import os
@@ -19,7 +17,14 @@ from torch import Tensor
 
 from v4tool.checkpoint.inspection import compare
 from v4tool.checkpoint.layout import TensorSpec, layout
-from v4tool.checkpoint.payload import PROBE, check_experts, never_zero, scale_codes, zero_tails
+from v4tool.checkpoint.payload import (
+    PROBE,
+    check_bias,
+    check_experts,
+    never_zero,
+    scale_codes,
+    zero_tails,
+)
 from v4tool.checkpoint.tensor_index import TensorIndex, catalogue
 from v4tool.config import ModelConfig
 from v4tool.errors import CheckpointError
@@ -55,7 +60,9 @@ class Checkpoint:
         config: ModelConfig,
         specs: dict[str, TensorSpec],
         notes: list[str],
+        *,
         drop_pages: bool,
+        allow_nan: bool,
     ) -> None:
         self.config = config
         self.directory = found.directory
@@ -63,6 +70,7 @@ class Checkpoint:
         self.notes = notes
         self.specs = specs
         self.drop_pages = drop_pages
+        self.allow_nan = allow_nan
         self.bytes_read = 0
         self._found = found
         self._lock = threading.Lock()
@@ -77,26 +85,29 @@ class Checkpoint:
         mtp: bool = True,
         drop_pages: bool | None = None,
         config: ModelConfig | None = None,
+        allow_nan: bool = False,
     ) -> Self:
         """Open and check a checkpoint directory.
 
         mtp: without it, `mtp.*` is neither checked nor readable (other designs of MTP can be left
         out). drop_pages: take a tensor's pages out of the page cache once read; by default when
         the checkpoint is larger than half of the memory, where keeping them would only push out
-        others. Raises ConfigError or CheckpointError, one line that names all problems found.
+        others. allow_nan: scales and biases may be NaN when they are read. Raises ConfigError or
+        CheckpointError, one line that names all problems found.
         """
         found = catalogue(directory)
         config = config or ModelConfig.from_file(found.directory / "config.json")
         if not found.problems:
             found.problems += zero_tails(found, layout(config))
         result = compare(found, config, mtp=mtp)
-        # what a missing or damaged file should have held needs no second complaint
+        # the tensors of a missing or damaged file are not reported a second time
         problems = found.problems or result.problems
         if problems:
             raise CheckpointError(f"{found.directory}: {'; '.join(problems)}")
         if drop_pages is None:
             drop_pages = sum(h.size for h in found.headers.values()) > memory() // 2
-        return cls(found, config, result.specs, found.notes + result.notes, drop_pages)
+        notes = found.notes + result.notes
+        return cls(found, config, result.specs, notes, drop_pages=drop_pages, allow_nan=allow_nan)
 
     def __contains__(self, name: str) -> bool:
         return name in self.specs
@@ -144,10 +155,12 @@ class Checkpoint:
         return self._load(name, entry, entry.start + start * row_bytes, shape, buffer)
 
     def gather_rows(self, name: str, rows: Tensor | Sequence[int]) -> Tensor:
-        """The given rows, `[*rows.shape, ...]`; each is read once, neighbours in one go."""
+        """The given rows, `[*rows.shape, ...]`; each is read once, consecutive ones together."""
         entry = self._entry(name)
         count, row_bytes = _rows(entry)
-        wanted, place = torch.unique(torch.as_tensor(rows, dtype=torch.int64), return_inverse=True)
+        wanted, inverse = torch.unique(
+            torch.as_tensor(rows, dtype=torch.int64), return_inverse=True
+        )
         if wanted.numel() and (wanted[0] < 0 or wanted[-1] >= count):
             raise CheckpointError(
                 f"{name}: expected rows 0 ... {count - 1}, found {wanted[0]} ... {wanted[-1]}"
@@ -159,10 +172,10 @@ class Checkpoint:
             self._fill(name, entry.start + first * row_bytes, part)
             done += length
         values = self._interpret(name, entry, raw, (wanted.numel(), *self.specs[name].shape[1:]))
-        return values[place]
+        return values[inverse]
 
     def advise(self, names: Iterable[str]) -> None:
-        """Tell the kernel that these tensors will be read soon; returns at once."""
+        """Ask the kernel to read these tensors into the page cache; returns at once."""
         for name in names:
             entry = self._entry(name)
             will_need(self._fd(name), entry.start, entry.nbytes)
@@ -217,20 +230,22 @@ class Checkpoint:
             dont_need(fd, offset, done)
 
     def _interpret(self, name: str, entry: Entry, raw: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Bytes to values of the expected kind, refused where they cannot be right."""
+        """Bytes as values in the layout's form; CheckpointError for invalid ones."""
         spec = self.specs[name]
         dtype = TORCH_DTYPES[entry.dtype]
         values = (raw if dtype == raw.dtype else raw.view(dtype)).view(shape)
         if never_zero(name, spec):
             self._require_not_zero(name, entry, raw)
         if spec.dtype == "F8_E8M0":
-            values = scale_codes(name, values)
+            values = scale_codes(name, values, allow_nan=self.allow_nan)
+        if name.endswith(".gate.bias") and not self.allow_nan:
+            check_bias(name, values)
         if name.endswith(".tid2eid"):
             check_experts(name, values, self.config.n_routed_experts)
         return values
 
     def _require_not_zero(self, name: str, entry: Entry, raw: Tensor) -> None:
-        """Refuse a tensor that is zero throughout; rows of zeros (unused tokens) are no proof."""
+        """CheckpointError if all of a tensor is zero; `raw`, the part that was read, may be."""
         if name in self._not_zero or any(raw.numpy().data[:PROBE]) or raw.any():
             self._not_zero.add(name)
             return

@@ -1,9 +1,8 @@
-"""A random checkpoint in the release's layout, of any size, real dimensions included (SPEC
-section 2).
+"""Writes a random checkpoint in the release's layout, up to the real dimensions (SPEC section 2).
 
-Written shard by shard and piece by piece, so memory stays small whatever the size, into
-`<name>.partial` beside the destination, and renamed when all of it is on disk. Left out: the
-values (`values.py`).
+Each shard is written in pieces, so memory stays small for any size. All files go to
+`<name>.partial` beside the destination, which is renamed when everything is on disk. Left out: the
+values (`random_values`).
 """
 
 import errno
@@ -36,7 +35,7 @@ __all__ = ["SYNTH_VERSION", "SynthReport", "plan", "reduce", "synth"]
 
 @dataclass(frozen=True)
 class SynthReport:
-    """What was written: where, for which configuration and seed, how much, in how many seconds."""
+    """What `synth` has written; `totals` counts tensors, bytes and parameters."""
 
     directory: Path
     config: ModelConfig
@@ -51,8 +50,8 @@ def reduce(
 ) -> ModelConfig:
     """The configuration with fewer routed experts and only some of its main layers.
 
-    layers: how many of the first, or which (ascending; they are numbered anew and keep their
-    ratio and kind of routing). MTP stays. Raises InputError when that is no model.
+    layers: number of layers from the first on, or which layers (ascending; they are renumbered and
+    keep their ratio and kind of routing). MTP stays. Raises InputError for numbers out of range.
     """
     config.architecture.require("synth")
     fields = config.to_release_dict()
@@ -96,8 +95,8 @@ def synth(
     """Write a random checkpoint to a directory that does not exist yet.
 
     The bytes depend on configuration and seed alone. progress is called after each tensor with its
-    number of bytes. Raises InputError for a senseless reduction, OutputError when the directory
-    exists, is being written by another process, or the disk does not hold it.
+    number of bytes. Raises InputError as `reduce`, OutputError if the directory exists
+    or is being written by another process, or the disk is too small.
     """
     began, directory = time.monotonic(), Path(directory)
     if seed < 0:
@@ -106,7 +105,7 @@ def synth(
     specs = _writable_layout(config)
     sums = totals(specs)
     files = _files(specs)
-    with _complete_or_nothing(directory, sums.total_size) as partial:
+    with _atomic_directory(directory, sums.total_size) as partial:
         _write_shards(partial, files, specs, config, seed, progress)
         weight_map = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sums.total_size}, "weight_map": weight_map}
@@ -123,7 +122,7 @@ def _writable_layout(config: ModelConfig) -> dict[str, TensorSpec]:
 
 
 def _files(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
-    """File name -> its tensors in the order in which they lie there.
+    """File name -> its tensors in the order of the file.
 
     Wider elements first keep every tensor aligned; the sort is stable, so an expert stays together.
     """
@@ -142,7 +141,7 @@ def _write_shards(
     seed: int,
     progress: Callable[[int], None] | None,
 ) -> None:
-    """Write all shards; while one is being made, the last one goes to the disk."""
+    """Write all shards; a thread syncs each to the disk while the next one is made."""
     with ThreadPoolExecutor(1) as disk:
         pending = []
         for file, names in files.items():
@@ -158,7 +157,7 @@ def _write_shards(
 
 
 def _sync(path: Path) -> None:
-    """Bring a file's or a directory's contents to the disk."""
+    """Call fsync on a file or a directory."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -167,7 +166,7 @@ def _sync(path: Path) -> None:
 
 
 def _header(names: Sequence[str], specs: Mapping[str, TensorSpec], seed: int) -> bytes:
-    """Length and JSON, padded to 8 bytes; the seed in it gives each checkpoint its fingerprint."""
+    """Length and JSON, padded to 8 bytes; with the seed, so that fingerprints differ by seed."""
     entries: dict[str, object] = {
         "__metadata__": {"format": "pt", "v4tool_synth": f"version {SYNTH_VERSION} seed {seed}"}
     }
@@ -187,14 +186,14 @@ def _write_json(path: Path, value: object) -> None:
 
 
 @contextmanager
-def _complete_or_nothing(directory: Path, size: int) -> Iterator[Path]:
-    """A directory beside the destination to write to, renamed at the end, removed on failure."""
+def _atomic_directory(directory: Path, size: int) -> Iterator[Path]:
+    """A directory beside the destination, renamed to it at the end, removed on failure."""
     if directory.exists():
         raise OutputError(f"{directory}: expected a new directory, this one exists")
     partial = directory.with_name(f"{directory.name}.partial")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with _sole_writer(partial):
+        with _locked_directory(partial):
             try:
                 _require_space(partial, size)
                 yield partial
@@ -217,8 +216,8 @@ def _rename(partial: Path, directory: Path) -> None:
 
 
 @contextmanager
-def _sole_writer(partial: Path) -> Iterator[None]:
-    """Make `partial` anew, empty of what a killed run left, locked against a second writer."""
+def _locked_directory(partial: Path) -> Iterator[None]:
+    """Make `partial`, or empty what a killed run has left of it; locked against other writers."""
     partial.mkdir(exist_ok=True)
     fd = os.open(partial, os.O_RDONLY)
     try:
@@ -232,7 +231,7 @@ def _sole_writer(partial: Path) -> Iterator[None]:
 
 
 def _lock(fd: int, partial: Path) -> bool:
-    """Lock an open directory; False when it is held, or was renamed since it was opened."""
+    """Lock an open directory; False if another process holds the lock or has just renamed it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.fstat(fd).st_ino == partial.stat().st_ino

@@ -1,8 +1,8 @@
-"""Which file of a directory holds which tensor: the index and all shard headers, checked together.
+"""Index of a checkpoint directory: the file of each tensor, from the JSON index and all headers.
 
-Follows SPEC section 2's `model.safetensors.index.json`; without one the shards' headers say the
-same. Whatever is wrong is collected, so that a user sees all missing files at once. Left out:
-whether these are the tensors that the configuration asks for (`inspection.py`).
+Follows SPEC section 2's `model.safetensors.index.json`; without one, the shards' headers are used
+alone. Problems are collected, so that a user sees all missing files at once. Left out: whether
+these are the tensors that the configuration asks for (`inspection.py`).
 """
 
 import hashlib
@@ -26,10 +26,10 @@ _SHOWN = 4
 
 @dataclass
 class TensorIndex:
-    """What a directory holds: headers by file, file by tensor, what is wrong, what is
-    remarkable.
+    """The shards and tensors of a directory.
 
-    listed: the names in the index; empty where there is none.
+    headers: by file name. files: file name by tensor. listed: tensor names in the JSON index, none
+    without one. problems: reasons to refuse the directory. notes: remarks for the user.
     """
 
     directory: Path
@@ -40,7 +40,7 @@ class TensorIndex:
     notes: list[str] = field(default_factory=list)
 
     def entry(self, name: str) -> Entry:
-        """Where a tensor lies in its file."""
+        """Dtype, shape and byte range of a tensor in its file."""
         return self.headers[self.files[name]].tensors[name]
 
     def entries(self) -> dict[str, Entry]:
@@ -50,8 +50,8 @@ class TensorIndex:
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the sorted weight map and each shard's name, size and header digest.
 
-        The payload does not enter it: it must be had in a second for 149 GiB. The headers do as
-        they are, so the same weights under another dtype's name have another fingerprint.
+        The payload is left out, so that it takes a second for 149 GiB. The headers are hashed as
+        stored, so the same weights under another dtype's name have another fingerprint.
         """
         digest = hashlib.sha256()
         for name, file in sorted(self.files.items()):
@@ -62,7 +62,7 @@ class TensorIndex:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first few names and how many more there are; in one line whatever the names are."""
+    """The first few names and the number of the others in one line, escaped and shortened."""
     names = [shortened(printable(name), 200) for name in names]
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
@@ -71,8 +71,8 @@ def some(names: Iterable[str]) -> str:
 def catalogue(directory: Path | str) -> TensorIndex:
     """Read the index and all headers of a checkpoint directory.
 
-    Raises CheckpointError when there is nothing to read at all (no directory, no shards, an
-    unusable index); everything else is in `.problems`.
+    Raises CheckpointError if nothing can be read (no directory, no shards, an unusable index); all
+    other defects are in `problems`.
     """
     directory = Path(directory)
     _require_directory(directory)
@@ -81,11 +81,11 @@ def catalogue(directory: Path | str) -> TensorIndex:
     if (directory / INDEX).exists():
         weight_map, total_size = _read_index(directory / INDEX)
         _read_headers(out, sorted(set(weight_map.values())))
-        _match(out, weight_map)
+        _assign_files(out, weight_map)
         _note_leftovers(out, present, total_size)
     elif present:
-        _read_headers(out, _whole_set(out, present))
-        _match(out, None)
+        _read_headers(out, _expected_shards(out, present))
+        _assign_files(out, None)
     else:
         raise CheckpointError(_nothing_there(directory))
     return out
@@ -131,14 +131,14 @@ def _read_index(path: Path) -> tuple[dict[str, str], Any]:
 
 
 def _plain_name(name: Any) -> bool:
-    """Whether it names a file in the index's own directory, by its letters: shards may be links."""
+    """Whether it names a file in the index's own directory; a shard itself may be a link."""
     if not isinstance(name, str) or not name.isprintable():
         return False
     return name.endswith(".safetensors") and not set(name) & {"/", "\\"}
 
 
-def _whole_set(out: TensorIndex, present: list[str]) -> list[str]:
-    """The shards to read without an index: all, and those that `-of-N` says are missing."""
+def _expected_shards(out: TensorIndex, present: list[str]) -> list[str]:
+    """The shards to read without an index: those present, and those missing of `-of-N`."""
     out.notes.append(f"there is no {INDEX}: the headers of {len(present)} shards were read instead")
     parts = [m for n in present if (m := _NUMBERED.fullmatch(n))]
     wanted = set(present)
@@ -150,7 +150,7 @@ def _whole_set(out: TensorIndex, present: list[str]) -> list[str]:
 def _read_headers(out: TensorIndex, names: list[str]) -> None:
     missing = [n for n in names if kind_of(out.directory / n) != "a file"]
     if missing:
-        # a download is completed by this list, so no name is left out
+        # all of them: the list is used to complete a download
         out.problems.append(f"{len(missing)} of {len(names)} shards missing: {', '.join(missing)}")
     unusable: dict[str, list[str]] = {}
     for name in names:
@@ -165,15 +165,15 @@ def _read_headers(out: TensorIndex, names: list[str]) -> None:
         out.problems.append(f"{which}: {reason}" + (f" ({some(files)})" if len(files) > 1 else ""))
 
 
-def _match(out: TensorIndex, weight_map: dict[str, str] | None) -> None:
-    """Settle which file each tensor is read from; the index and the headers must say the same."""
+def _assign_files(out: TensorIndex, weight_map: dict[str, str] | None) -> None:
+    """Assign to each tensor the file that it is read from; index and headers must agree."""
     twice = []
     for file, header in out.headers.items():
         for name, entry in header.tensors.items():
             if name in out.files and entry.nbytes:
                 twice.append(f"{name} ({out.files[name]}, {file})")
             out.files[name] = file
-    _complain(out, "in two shards", twice)
+    _add_problem(out, "in two shards", twice)
     if weight_map is None:
         return
     out.listed = frozenset(weight_map)
@@ -182,12 +182,12 @@ def _match(out: TensorIndex, weight_map: dict[str, str] | None) -> None:
         for name, file in weight_map.items()
         if file in out.headers and name not in out.headers[file].tensors
     ]
-    _complain(out, "in the index but not in their shard", absent)
+    _add_problem(out, "in the index but not in their shard", absent)
     extra = [name for name in out.files if name not in weight_map and out.entry(name).nbytes]
-    _complain(out, "in a shard but not in the index", extra)
+    _add_problem(out, "in a shard but not in the index", extra)
 
 
-def _complain(out: TensorIndex, what: str, names: list[str]) -> None:
+def _add_problem(out: TensorIndex, what: str, names: list[str]) -> None:
     if names:
         out.problems.append(f"{len(names)} tensor{'s' * (len(names) > 1)} {what}: {some(names)}")
 

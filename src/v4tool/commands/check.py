@@ -1,4 +1,4 @@
-"""`v4tool check`: a recording against its specification and itself, or the port on a checkpoint."""
+"""`v4tool check`: checks a recording (structure, values, identities), or the port itself."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def weights_of(profile: "Profile", wanted: bool, quiet: bool) -> "Checkpoint | None":
-    """The profile's checkpoint; None where none is wanted, or where none was named or found."""
+    """Open the profile's checkpoint; None if not wanted, or if none was named and none found."""
     from v4tool.checkpoint.shards import Checkpoint
 
     if not wanted:
@@ -53,31 +53,31 @@ def check(
     ckpt: CkptOption = None,
     profile: ProfileOption = None,
     weights: Annotated[
-        bool, typer.Option("--weights/--no-weights", help="Also what takes the checkpoint.")
+        bool, typer.Option("--weights/--no-weights", help="Also compare with the checkpoint.")
     ] = True,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Also recompute every product with its weights.")
+        bool, typer.Option("--deep", help="Also recompute every matrix product from its weights.")
     ] = False,
     partial: PartialOption = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="List the identities and the keys that they cover.")
     ] = False,
     port: Annotated[
-        bool, typer.Option("--port", help="Check the port on the checkpoint, not a recording.")
+        bool, typer.Option("--port", help="Test the model code on the checkpoint, no recording.")
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="With --port: samples only.")] = False,
     layer: Annotated[
         int | None, typer.Option("--layer", help="With --port: run this layer only.")
     ] = None,
     anchors: Annotated[
-        bool, typer.Option("--anchors", help="Check the released weights' published next tokens.")
+        bool, typer.Option("--anchors", help="Compare next tokens with published ones (release).")
     ] = False,
     threads: ThreadsOption = None,
     backend: BackendOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Say of a recording whether it is whole, well formed, of its input, and true to itself."""
+    """Check recordings: file structure, hashes, keys, shapes, token ids, values and identities."""
     resolved = resolve_profile(profile, ckpt=ckpt, threads=threads, backend=backend)
     if explain:
         show_explanation(resolved, case, as_json)
@@ -102,7 +102,7 @@ def check(
 
 
 def show_checks(results: list["CheckResult"], as_json: bool) -> None:
-    """Findings and a summary, a line a recording."""
+    """Print the findings and a summary table with one row per recording; or JSON."""
     from v4tool.report import check as report
     from v4tool.report import tables
 
@@ -116,7 +116,7 @@ def show_checks(results: list["CheckResult"], as_json: bool) -> None:
 
 
 def show_explanation(profile: "Profile", case: list[str] | None, as_json: bool) -> None:
-    """The identities for a case's length (default: baseline6's)."""
+    """Print the identities for the length of one case (default: prompt32)."""
     from dataclasses import asdict
 
     from v4tool.check.explain import explain
@@ -135,7 +135,7 @@ def show_explanation(profile: "Profile", case: list[str] | None, as_json: bool) 
 def check_the_port(
     profile: "Profile", quick: bool, layer: int | None, as_json: bool, quiet: bool
 ) -> None:
-    """The port's self-check on the profile's checkpoint; exit 1 where a row fails."""
+    """Run and print the port's self-test on the profile's checkpoint; exit 1 if a row fails."""
     from dataclasses import asdict
 
     from v4tool.check.port import check_port, weight_bytes
@@ -147,7 +147,7 @@ def check_the_port(
 
     directory = checkpoint_directory(profile, quiet=quiet)
     total = weight_bytes(model_config(profile), quick=quick)
-    with bytes_progress(total, quiet=quiet) as progress:
+    with bytes_progress("weights", total, quiet=quiet) as progress:
         rows = check_port(
             directory, quick=quick, layer=layer, numerics=numerics_of(profile), progress=progress
         )
@@ -163,7 +163,7 @@ def check_the_port(
 def check_the_anchors(
     profile: "Profile", cases: list[str] | None, as_json: bool, quiet: bool
 ) -> None:
-    """The published next tokens of the released weights; exit 1 where they do not hold or apply."""
+    """Compare next tokens with the published ones; exit 1 if one differs or they do not apply."""
     from dataclasses import asdict
 
     from v4tool.check.anchors import check_anchors

@@ -29,15 +29,15 @@ from v4tool.errors import InputError
 def dump(
     case: CaseOption = None,
     every: AllOption = False,
-    text: Annotated[str | None, typer.Option("--text", help="A prompt of your own.")] = None,
+    text: Annotated[str | None, typer.Option("--text", help="Text to use as the prompt.")] = None,
     input_ids: Annotated[
-        str | None, typer.Option("--input-ids", help="Token ids of your own: 1,2,3.")
+        str | None, typer.Option("--input-ids", help="Token ids to use as the prompt: 1,2,3.")
     ] = None,
     decode: Annotated[
-        int | None, typer.Option("--decode", help="Main-stack decode steps, greedy.")
+        int | None, typer.Option("--decode", help="Number of greedy decode steps.")
     ] = None,
     decode_ids: Annotated[
-        str | None, typer.Option("--decode-ids", help="Ids of the decode steps: 5,6,7.")
+        str | None, typer.Option("--decode-ids", help="Token ids of the decode steps: 5,6,7.")
     ] = None,
     ckpt: CkptOption = None,
     profile: ProfileOption = None,
@@ -49,13 +49,16 @@ def dump(
         Path | None, typer.Option("--out", help="A .safetensors file, or a directory.")
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", help="Record keys that match, e.g. '*.attn.out'.")
+        list[str] | None, typer.Option("--only", help="Shell pattern of keys, as '*.attn.out'.")
     ] = None,
     layers: Annotated[
         str | None, typer.Option("--layers", help="Record these layers only: 0,2-5.")
     ] = None,
-    mtp: Annotated[bool, typer.Option("--mtp/--no-mtp", help="Leave the MTP block out.")] = True,
+    mtp: Annotated[bool, typer.Option("--mtp/--no-mtp", help="Record the MTP block.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Record NaN and infinity instead of stopping.")
+    ] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -67,7 +70,7 @@ def dump(
     resolved = resolve_profile(
         profile, ckpt=ckpt, threads=threads, seed=seed, accumulate=accumulate, backend=backend
     )
-    checkpoint = open_checkpoint(resolved, mtp=mtp, quiet=quiet)
+    checkpoint = open_checkpoint(resolved, mtp=mtp, allow_nan=keep_going, quiet=quiet)
     vocab_size = checkpoint.config.vocab_size
     if text is None and input_ids is None:
         cases = chosen_cases(resolved, case, every)
@@ -85,15 +88,16 @@ def dump(
         steps, lambda: checkpoint.bytes_read, dumping.peak_rss, quiet=quiet
     ) as progress:
         results = dumping.dump_cases(
-            resolved, checkpoint, cases, paths, selection=selection, force=force, progress=progress
-        )
+            resolved, checkpoint, cases, paths,
+            selection=selection, force=force, keep_going=keep_going, progress=progress,
+        )  # fmt: skip
     if not dumping.is_one_file(out):
         dumping.enter_in_manifest(resolved, checkpoint.config, results)
     show_dump(results, as_json, quiet)
 
 
 def show_dump(results: list[Any], as_json: bool, quiet: bool) -> None:
-    """The results of a dump: a table or JSON on stdout, one closing line on stderr."""
+    """Print the results of a dump as a table or JSON to stdout, and the totals to stderr."""
     from v4tool.report import tables
 
     if as_json:
@@ -101,4 +105,6 @@ def show_dump(results: list[Any], as_json: bool, quiet: bool) -> None:
     else:
         tables.show(tables.dump_table(results))
     if not quiet:
+        for line in tables.not_finite_lines(results):
+            say(f"note: {line}")
         say(tables.dump_line(results))

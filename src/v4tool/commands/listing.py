@@ -1,4 +1,4 @@
-"""`v4tool list`: keys, cases, profiles, layers, tensors, nodes."""
+"""`v4tool list`: prints keys, cases, profiles, layers, tensors or nodes."""
 
 import os
 from pathlib import Path
@@ -31,22 +31,22 @@ listing = typer.Typer(
 
 @listing.command("keys")
 def list_keys(
-    name: Annotated[str | None, typer.Argument(metavar="KEY", help="This key alone.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="KEY", help="Only this key.")] = None,
     case: Annotated[str, typer.Option("--case", help="A case of the profile.")] = "baseline6",
     length: Annotated[
-        int | None, typer.Option("--length", help="A prompt of so many tokens, not a case.")
+        int | None, typer.Option("--length", help="Number of tokens, in place of a case.")
     ] = None,
     decode: Annotated[int | None, typer.Option("--decode", help="Decode steps.")] = None,
     layer: Annotated[int | None, typer.Option("--layer", help="One main layer.")] = None,
-    glob: Annotated[str | None, typer.Option("--glob", help="Keys that match.")] = None,
+    glob: Annotated[str | None, typer.Option("--glob", help="Shell pattern of keys.")] = None,
     where: Annotated[
-        bool, typer.Option("--where", help="The lines of the port and of model.vt for KEY.")
+        bool, typer.Option("--where", help="Source lines that compute KEY: port and model.vt.")
     ] = False,
     profile: ProfileOption = None,
     ckpt: CkptOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What a dump will hold: name, dtype, shape, from the configuration and the length alone.
+    """List the keys of a recording with dtype and shape, from the config and the prompt's length.
 
     With KEY and --where: the source line of the port that computes the key, the calls that lead to
     it, and the node of the second description (model.vt).
@@ -104,7 +104,7 @@ def _show_lines(config: "ModelConfig", key: str, tokens: int, as_json: bool) -> 
 
 
 def _only(keys: "Keys", name: str, experts: int, recording: str) -> "Keys":
-    """The one key of that name; a routed expert's number may stand for `<E>`."""
+    """The spec of one key, InputError if there is none; experts may be given by number."""
     from difflib import get_close_matches
 
     from v4tool.names import generic, matches
@@ -124,7 +124,7 @@ def _only(keys: "Keys", name: str, experts: int, recording: str) -> "Keys":
 def list_cases(
     profile: ProfileOption = None, directory: FromOption = None, as_json: JsonOption = False
 ) -> None:
-    """The cases of a profile, and what the manifest says of the recordings there are."""
+    """List a profile's cases, and the recordings in its manifest with their coverage."""
     from v4tool.record.manifest import Manifest
     from v4tool.report import manifest as report
     from v4tool.report import tables
@@ -159,7 +159,7 @@ def list_profiles(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """The shipped profiles; with -v every setting and where its value came from."""
+    """List the shipped profiles; with -v every setting and where its value comes from."""
     from v4tool import profiles
     from v4tool.report import tables
 
@@ -182,7 +182,7 @@ def list_profiles(
 
 @listing.command("layers")
 def list_layers(profile: ProfileOption = None, ckpt: CkptOption = None) -> None:
-    """Every layer with its attention, routing and number of base keys."""
+    """List the layers with attention kind, routing and number of base keys."""
     from v4tool.report import tables
 
     tables.show(tables.layers_table(model_config(resolve_profile(profile, ckpt=ckpt))))
@@ -193,10 +193,10 @@ def list_tensors(
     profile: ProfileOption = None,
     ckpt: CkptOption = None,
     layer: Annotated[int | None, typer.Option("--layer", help="One main layer.")] = None,
-    glob: Annotated[str | None, typer.Option("--glob", help="Names that match.")] = None,
+    glob: Annotated[str | None, typer.Option("--glob", help="Shell pattern of names.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The checkpoint's layout; with --ckpt what is missing or different there (exit 1 if any)."""
+    """List a checkpoint's tensors; with --ckpt also missing and different ones (exit 1 if any)."""
     from fnmatch import fnmatchcase
 
     from v4tool.checkpoint.inspection import inspect
@@ -239,7 +239,7 @@ def list_nodes(
     ckpt: CkptOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The nodes of the second description, the keys that each judges; exit 1 if a key has none."""
+    """List the nodes of the second description with their keys; exit 1 if a key has no node."""
     from dataclasses import asdict
 
     from v4tool.checkpoint.layout import layout

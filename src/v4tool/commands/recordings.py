@@ -1,4 +1,4 @@
-"""Which recordings `check` and `verify` judge, and the check that both run first."""
+"""Selection of recordings for `check` and `verify`, and the check that both of them run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,27 +17,25 @@ if TYPE_CHECKING:
     from v4tool.record.manifest import Entry
 
 DumpOption = Annotated[
-    list[Path] | None, typer.Option("--dump", help="A recording's file, instead of a case.")
+    list[Path] | None, typer.Option("--dump", help="File of a recording, in place of a case.")
 ]
-PartialOption = Annotated[
-    bool, typer.Option("--partial", help="Keys may be missing: judge what is there.")
-]
+PartialOption = Annotated[bool, typer.Option("--partial", help="Keys may be missing.")]
 
 
 @dataclass(frozen=True)
 class RecordingToJudge:
-    """One recording to judge, and the case that it should be of (None: whatever it says)."""
+    """One recording and the case that it must belong to (None: the one in its metadata)."""
 
     path: Path
     case: "Case | None"
 
     @property
     def ids(self) -> tuple[int, ...] | None:
-        """The ids that it must be a recording of, where a case says so."""
+        """The case's token ids; None without a case."""
         return self.case.input_ids if self.case else None
 
     def entry(self) -> "Entry | None":
-        """Its entry in the manifest beside it."""
+        """The recording's entry in the manifest of its directory, or None."""
         from v4tool.record.manifest import Manifest
 
         return Manifest.entry_beside(self.path, self.case.id if self.case else None)
@@ -50,7 +48,7 @@ def recordings_to_judge(
     files: list[Path] | None,
     directory: Path | None,
 ) -> list[RecordingToJudge]:
-    """What --case, --all and --dump name; with --all only the cases that have been dumped."""
+    """The recordings named by --case, --all or --dump; with --all only files that exist."""
     if files:
         if cases or every:
             raise InputError("--dump goes without --case and --all")
@@ -75,12 +73,12 @@ def check_one(
     deep: bool = False,
     quiet: bool = True,
 ) -> "CheckResult":
-    """Check one recording, with a bar over the bytes read."""
+    """Check one recording, with a progress bar over the bytes read."""
     from v4tool.check.recording import check_recording
     from v4tool.report.progress import bytes_progress
 
     total = recording.path.stat().st_size if recording.path.is_file() else 0
-    with bytes_progress(total, quiet=quiet) as progress:
+    with bytes_progress(recording.path.name, total, quiet=quiet) as progress:
         return check_recording(
             recording.path,
             config=config,

@@ -1,4 +1,4 @@
-"""`v4tool regen`: references recorded again from their frozen ids, verified, then replaced."""
+"""`v4tool regen`: records a manifest's cases again, verifies them and replaces the files."""
 
 from typing import Annotated
 
@@ -27,12 +27,12 @@ def regen(
     threads: ThreadsOption = None,
     backend: BackendOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be done.")
+        bool, typer.Option("--dry-run", help="Print the plan, change nothing.")
     ] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Make the manifest's references anew from their frozen ids; replace those that pass."""
+    """Record a manifest's cases again from their frozen ids; replace the files that pass."""
     from v4tool import dumping
     from v4tool import regen as making
     from v4tool.report import check as report

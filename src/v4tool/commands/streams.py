@@ -1,8 +1,8 @@
-"""stdout and stderr that survive a closed pipe and any encoding.
+"""Output streams that ignore a closed pipe and escape characters that the encoding lacks.
 
-`use_robust_streams` replaces `sys.stdout` and `sys.stderr` once, in `cli.main`. A reader that has
-gone (`v4tool list keys | head -2`) is no error: what is still written is dropped, the command runs
-to its end and keeps its exit status. What an encoding cannot show is escaped (`\\u4f60`).
+`use_robust_streams` replaces `sys.stdout` and `sys.stderr` once, in `cli.main`. If the reader has
+closed the pipe (`v4tool list keys | head -2`), the remaining output is dropped, the command runs to
+its end and keeps its exit status. Characters that cannot be encoded are escaped (`\\u4f60`).
 """
 
 import codecs
@@ -14,9 +14,9 @@ from v4tool.errors import OutputError
 
 
 class PipeFile(io.FileIO):
-    """A file descriptor that drops everything after the first write that fails.
+    """A file descriptor that drops all output after the first failed write.
 
-    A closed pipe is silent. Any other failure (a full disk) raises OutputError once where `strict`.
+    A closed pipe is not an error. Another failure (a full disk) raises OutputError once if strict.
     """
 
     def __init__(self, descriptor: int, name: str, *, strict: bool) -> None:
@@ -24,7 +24,7 @@ class PipeFile(io.FileIO):
         self.label, self.strict, self.failed = name, strict, False
 
     def write(self, data: Any, /) -> int:
-        """Write bytes; the number of bytes written or dropped."""
+        """Write bytes; returns the number of bytes written or dropped."""
         if self.failed:
             return memoryview(data).nbytes
         try:
@@ -40,13 +40,13 @@ class PipeFile(io.FileIO):
 
 
 def use_robust_streams() -> None:
-    """Replace `sys.stdout` and `sys.stderr`, where they are files, pipes or terminals."""
+    """Replace `sys.stdout` and `sys.stderr` if they are files, pipes or terminals."""
     sys.stdout = robust(sys.stdout, "stdout", strict=True)
     sys.stderr = robust(sys.stderr, "stderr", strict=False)
 
 
 def robust(stream: TextIO, name: str, *, strict: bool) -> TextIO:
-    """The stream over a `PipeFile`, with escapes; itself where it is closed or in memory."""
+    """A text stream over a `PipeFile`, with escapes; `stream` itself if closed or in memory."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     raw = getattr(stream.buffer, "raw", stream.buffer)  # no buffer with PYTHONUNBUFFERED
@@ -62,11 +62,11 @@ def robust(stream: TextIO, name: str, *, strict: bool) -> TextIO:
 
 
 def flush_stdout() -> None:
-    """Write what is buffered; OutputError where it cannot be written. stdout may be closed."""
+    """Flush stdout, which may be closed. OutputError if it cannot be written."""
     if sys.stdout is not None:
         sys.stdout.flush()
 
 
 def shows_unicode(stream: TextIO | None) -> bool:
-    """Whether every character can be written to a stream as it is; of a closed one too."""
+    """Whether the stream's encoding has every character; True if it is closed (None)."""
     return stream is None or codecs.lookup(stream.encoding).name in ("utf-8", "utf-16", "utf-32")

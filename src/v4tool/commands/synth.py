@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from v4tool.commands.options import JsonOption, QuietOption, print_json
+from v4tool.commands.options import JsonOption, QuietOption, layer_numbers, print_json
 from v4tool.errors import InputError
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def synth(
-    directory: Annotated[Path | None, typer.Argument(help="Where to write it.")] = None,
+    directory: Annotated[Path | None, typer.Argument(help="Directory to create.")] = None,
     like: Annotated[
         str, typer.Option("--like", help="A profile's model (nano, flash) or a config.json.")
     ] = "nano",
@@ -21,11 +21,11 @@ def synth(
         int | None, typer.Option("--experts", help="Routed experts per layer.")
     ] = None,
     layers: Annotated[
-        str | None, typer.Option("--layers", help="Keep these layers of the model: 0,2-5.")
+        str | None, typer.Option("--layers", help="Layers to keep: 0,2-5 [default: all].")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the weights.")] = 0,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say how large it would be.")
+        bool, typer.Option("--dry-run", help="Print the sizes, write nothing.")
     ] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -35,12 +35,12 @@ def synth(
     from v4tool.report.progress import bytes_progress
 
     config = like_config(like)
-    kept = list(parse_layer_list(layers)) if layers is not None else None
+    kept = layer_numbers(layers) if layers is not None else None
     totals = making.plan(config, experts=experts, layers=kept)
     if not dry_run:
         if directory is None:
             raise InputError("synth: expected a directory to write to, found none")
-        with bytes_progress(totals.total_size, quiet=quiet) as progress:
+        with bytes_progress(directory.name, totals.total_size, quiet=quiet) as progress:
             making.synth(
                 directory, config, seed=seed, experts=experts, layers=kept, progress=progress
             )
@@ -57,20 +57,8 @@ def like_config(like: str) -> "ModelConfig":
     return ModelConfig.from_file(profiles.load(like, options={}, environ={}).config)
 
 
-def parse_layer_list(layers: str) -> Any:
-    """Layer numbers of an option; InputError where it is no list of numbers and ranges."""
-    from v4tool.names import parse_layers
-
-    try:
-        return list(parse_layers(layers))
-    except ValueError:
-        raise InputError(
-            f"--layers: expected numbers and ranges such as 0,2-5, found {layers!r}"
-        ) from None
-
-
 def show_totals(totals: Any, as_json: bool) -> None:
-    """Tensor count, MTP count, bytes and parameters of a checkpoint."""
+    """Print a checkpoint's number of tensors, of MTP tensors, bytes and parameters."""
     from dataclasses import asdict
 
     if as_json:

@@ -1,4 +1,4 @@
-"""`v4tool verify`: a recording node by node against the second description of the model."""
+"""`v4tool verify`: compares a recording, node by node, with the second model description."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,20 +39,20 @@ def verify(
     ckpt: CkptOption = None,
     profile: ProfileOption = None,
     node: Annotated[
-        str | None, typer.Option("--node", help="Judge this kind of node only (`list nodes`).")
+        str | None, typer.Option("--node", help="Report this kind of node only (`list nodes`).")
     ] = None,
-    layer: Annotated[int | None, typer.Option("--layer", help="Judge this layer only.")] = None,
+    layer: Annotated[int | None, typer.Option("--layer", help="Report this layer only.")] = None,
     chained: Annotated[
-        bool, typer.Option("--chained", help="Let values flow from the ids alone.")
+        bool, typer.Option("--chained", help="Nodes take computed inputs, not recorded ones.")
     ] = False,
     atol: Annotated[float, typer.Option("--atol", help="Absolute tolerance.")] = 1e-4,
     rtol: Annotated[float, typer.Option("--rtol", help="Relative tolerance.")] = 1e-4,
     exact: Annotated[
         bool | None,
-        typer.Option("--exact/--tolerant", help="Ask for equal bits [default: of float64]."),
+        typer.Option("--exact/--tolerant", help="Require equal bits [default: if float64]."),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", help="Processes over layers [default: threads].")
+        int | None, typer.Option("--jobs", help="Processes, by layers [default: --threads].")
     ] = None,
     vt: Annotated[
         Path | None,
@@ -71,7 +71,7 @@ def verify(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Judge a recording node by node by a second, independent description of the model."""
+    """Compare a recording, node by node, with a second, independent description of the model."""
     from v4tool.checkpoint.shards import Checkpoint
     from v4tool.report.verify import check_report_path, write_report
 
@@ -105,7 +105,7 @@ def verify(
 def verify_one(
     recording: RecordingToJudge, weights: Path, *, quiet: bool, **options: object
 ) -> "VerifyResult":
-    """Verify one recording, with a bar over its layers."""
+    """Verify one recording, with a progress bar over the nodes."""
     from v4tool.report.progress import count_progress
     from v4tool.verify.recording import verify_file
 
@@ -116,7 +116,7 @@ def verify_one(
 def show_verified(
     checks: list["CheckResult"], results: list["VerifyResult"], as_json: bool
 ) -> None:
-    """What was found: findings of the check, a tree of what is wrong, a summary."""
+    """Print the check's findings, a tree of failures per recording, and a summary; or JSON."""
     from v4tool.report import check as report
     from v4tool.report import tables
     from v4tool.report.verify import result_tree, summary_table
@@ -140,7 +140,7 @@ def show_verified(
 def keep_evidence(
     recording: RecordingToJudge, checked: "CheckResult", result: "VerifyResult"
 ) -> None:
-    """Write what verifying found into the manifest beside the recording, where it has an entry."""
+    """Store a complete verification's result in the recording's manifest entry, if it has one."""
     from v4tool.record.manifest import record_verification
 
     entry = recording.entry()

@@ -12,16 +12,16 @@ from torch import Tensor
 from v4tool.config import Numerics
 from v4tool.model.compress import Rotary, compressor, indexer, quantize_kv
 from v4tool.model.layers import ordered_sum, rotate, rotated_part, unit_rms
-from v4tool.model.scope import LayerState, Scope, Segment, one_thread
+from v4tool.model.scope import LayerState, Scope, Segment, single_threaded
 from v4tool.names import Step, compressed_columns, has_indexer, table_offset
 from v4tool.quant.activation import to_bf16
 from v4tool.quant.linear import batched_linear_hi, grouped_linear
 from v4tool.threads import parallel_for
 
 TABLE_BLOCK = 64
-"""Table entries that the release's kernel takes at a time; its maximum moves between blocks."""
+"""Table entries per block of the online softmax, as in the release's kernel."""
 QUERIES_AT_ONCE = 8
-"""Queries whose gathered keys are held at a time, so that memory does not grow with the prompt."""
+"""Queries whose gathered keys are in memory at a time: bounds memory for long prompts."""
 
 
 def window_table(step: Step, window: int) -> Tensor:
@@ -39,14 +39,14 @@ def window_table(step: Step, window: int) -> Tensor:
 
 
 def all_blocks_table(step: Step, ratio: int, offset: int) -> Tensor:
-    """Every complete block of every query, -1 for one not complete yet: I64 [s, blocks]."""
+    """Index table of all compressed blocks, -1 where incomplete for the query: I64 [s, blocks]."""
     blocks = torch.arange(compressed_columns(step, ratio))
     allowed = (torch.arange(step.start, step.end) + 1) // ratio
     return torch.where(blocks < allowed.unsqueeze(1), blocks + offset, -1)
 
 
 def store_window(state: LayerState, step: Step, kv: Tensor, window: int) -> None:
-    """Put the pass's rows into the ring, position t in row t % window, over earlier ones."""
+    """Write the pass's last rows into the ring buffer, position t into row t % window."""
     if state.window is None:
         state.window = kv.new_zeros(window, kv.shape[-1])
     kept = kv[-window:]
@@ -55,7 +55,7 @@ def store_window(state: LayerState, step: Step, kv: Tensor, window: int) -> None
 
 
 def attended_rows(state: LayerState, step: Step, kv: Tensor, blocks: Tensor | None) -> Tensor:
-    """Keys and values of this pass: BF16 [n, C] (SPEC 5, step 5)."""
+    """Keys, also values, that this pass attends to: BF16 [n, C] (SPEC 5, step 5)."""
     own = kv if step.start == 0 or state.window is None else state.window
     return own.clone() if blocks is None else torch.cat([own, blocks])
 
@@ -63,18 +63,18 @@ def attended_rows(state: LayerState, step: Step, kv: Tensor, blocks: Tensor | No
 def sparse_attn(
     q_sHC: Tensor, kv_nC: Tensor, table_sm: Tensor, sink_H: Tensor, numerics: Numerics
 ) -> Tensor:
-    """Attention of every query over the rows its table names, with a sink (SPEC 5, step 6).
+    """Attention of each query over the rows listed in its table, with a sink (SPEC 5, step 6).
 
     q BF16 [s, H, C], kv BF16 [n, C], table integer [s, m] (-1: no row), sink acc [H] -> BF16 [s,
     H, C]. Online softmax over blocks of 64 entries in order; the numerator takes BF16(p), the
     denominator p.
     """
-    out, alone = torch.empty_like(q_sHC), one_thread(numerics)
+    out, single = torch.empty_like(q_sHC), single_threaded(numerics)
     pieces = list(zip(*(x.split(QUERIES_AT_ONCE) for x in (out, q_sHC, table_sm)), strict=True))
 
     def task(i: int) -> None:
         result, q, table = pieces[i]
-        result.copy_(_attend(q, kv_nC, table, sink_H, alone))
+        result.copy_(_attend(q, kv_nC, table, sink_H, single))
 
     parallel_for(task, len(pieces), numerics.threads)
     return out
@@ -105,7 +105,7 @@ def _attend(
 
 
 def queries(scope: Scope, x_TD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """The normed low-rank queries BF16 [T, q_lora_rank], the heads' BF16 [T, H, C] (step 1)."""
+    """Normed low-rank queries BF16 [T, q_lora_rank], and the heads' BF16 [T, H, C] (step 1)."""
     config = scope.config
     qr = scope.tap("q_norm.out", scope.norm("q_norm", scope.linear("wq_a", x_TD)))
     q = scope.linear("wq_b", qr).unflatten(-1, (config.n_heads, config.head_dim))
@@ -114,7 +114,7 @@ def queries(scope: Scope, x_TD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]
 
 
 def keys_values(scope: Scope, x_TD: Tensor, rotary: Rotary) -> Tensor:
-    """The window's keys, which are also its values: BF16 [T, C] (step 2)."""
+    """Keys of the batch's tokens, which are also the values: BF16 [T, C] (step 2)."""
     kv = scope.tap("kv_norm.out", scope.norm("kv_norm", scope.linear("wkv", x_TD)))
     return quantize_kv(rotary.rotate_batch(kv), scope.config)
 
@@ -122,9 +122,9 @@ def keys_values(scope: Scope, x_TD: Tensor, rotary: Rotary) -> Tensor:
 def compressed(
     scope: Scope, x_TD: Tensor, qr_TQ: Tensor, layer: int, rotary: Rotary
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Every segment's index table and compressed rows (step 3).
+    """Index table I64 [s, m] and compressed rows BF16 [t, C] of each segment (step 3).
 
-    I64 [s, m] and BF16 [t, C], None without a ratio.
+    The rows are None in a layer without compression.
     """
     config, ratio = scope.config, scope.config.ratio(layer)
     tables = [window_table(segment.step, config.window_size) for segment in scope.segments]
@@ -153,7 +153,7 @@ def core(
     blocks: Tensor | None,
     sink_H: Tensor,
 ) -> Tensor:
-    """One segment through the core, its window cache brought up to date: BF16 [s, H, C]."""
+    """Update one segment's window cache and compute its attention: BF16 [s, H, C]."""
     step, state = segment.step, segment.state(layer)
     store_window(state, step, kv_sC, scope.config.window_size)
     rows, table = attended_rows(state, step, kv_sC, blocks), table_sm.to(torch.int32)
@@ -166,7 +166,7 @@ def core(
 
 
 def output(scope: Scope, o_THC: Tensor, rotary: Rotary) -> Tensor:
-    """Turn the heads' results back and project them: BF16 [T, H, C] -> BF16 [T, D] (step 7)."""
+    """Inverse rotation and output projections: BF16 [T, H, C] -> BF16 [T, D] (step 7)."""
     config = scope.config
     o_THC = rotate(o_THC, rotary.tables, inverse=True, threads=scope.threads)
     scope.tap("rope.o_inv.out", rotated_part(o_THC, config))
@@ -177,7 +177,7 @@ def output(scope: Scope, o_THC: Tensor, rotary: Rotary) -> Tensor:
 
 
 def attention(scope: Scope, x_TD: Tensor, layer: int) -> Tensor:
-    """The whole attention of a block: BF16 [T, D] -> BF16 [T, D]."""
+    """The attention of a block: BF16 [T, D] -> BF16 [T, D]."""
     rotary = Rotary(scope, scope.config.ratio(layer))
     qr, q = queries(scope, x_TD, rotary)
     kv = keys_values(scope, x_TD, rotary)
@@ -188,5 +188,5 @@ def attention(scope: Scope, x_TD: Tensor, layer: int) -> Tensor:
         core(scope, segment, layer, q_s, kv_s, table, blocks, sink)
         for (segment, q_s, kv_s), (table, blocks) in parts
     ]
-    del q, parts  # of the size of the results, the largest there are
+    del q, parts  # frees memory: among the largest tensors of a block
     return output(scope, torch.cat(heads) if len(heads) > 1 else heads[0], rotary)

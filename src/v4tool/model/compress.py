@@ -40,9 +40,9 @@ QUERIES_AT_ONCE = 8
 
 
 class Rotary:
-    """A layer's rotation, and the number of the next `rope.rot.<i>`: only what happens is counted.
+    """A layer's rotary embedding; numbers the recorded rotations `rope.rot.<i>` per segment.
 
-    scope is the attention's, where rotations are recorded.
+    scope: the attention's, under which rotations are recorded.
     """
 
     def __init__(self, scope: Scope, ratio: int) -> None:
@@ -68,26 +68,26 @@ class Rotary:
         return rotate(x, rope_tables(self.frequencies, positions, self.scope.acc))
 
 
-def remember(state: CompressorState, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """All rows from position `state.first` on, the new ones appended: acc [rows, c*d] each."""
+def append_rows(state: CompressorState, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """The state's rows with the new ones appended: acc [rows, c*d] each."""
     if state.kv is None or state.gate is None:
         return kv, gate
     return torch.cat([state.kv, kv]), torch.cat([state.gate, gate])
 
 
-def forget(state: CompressorState, kv: Tensor, gate: Tensor, step: Step, ratio: int) -> None:
-    """Keep the incomplete block's rows and, where blocks overlap, the last complete block's."""
+def keep_rows(state: CompressorState, kv: Tensor, gate: Tensor, step: Step, ratio: int) -> None:
+    """Store the rows of the incomplete block and, if blocks overlap, of the last complete one."""
     first = max(step.end // ratio - (compressor_groups(ratio) - 1), 0) * ratio
     drop = first - state.first
     state.kv, state.gate, state.first = kv[drop:].clone(), gate[drop:].clone(), first
 
 
 def block_rows(x: Tensor, first_block: int, blocks: int, ratio: int, before: float) -> Tensor:
-    """The rows pooled into each block: acc [rows, c*d] -> [t, c*r, d].
+    """The rows that are pooled into each block: acc [rows, c*d] -> [t, c*r, d].
 
-    x starts at the block before `first_block` if there is one. Where blocks overlap (c = 2) a
-    block sees the previous block's rows in the FIRST d columns and its own in the LAST d; before
-    block 0 stands `before`.
+    x starts at the block before `first_block` if there is one. If blocks overlap (c = 2), a block
+    takes the FIRST d columns of the previous block's rows and the LAST d of its own; before: value
+    of the rows before block 0.
     """
     if compressor_groups(ratio) == 1:
         own: Tensor = x[: blocks * ratio].unflatten(0, (blocks, ratio))
@@ -108,20 +108,23 @@ def pool(kv: Tensor, gate: Tensor) -> Tensor:
 def completed_blocks(
     state: CompressorState, step: Step, kv: Tensor, gate: Tensor, ratio: int
 ) -> Tensor | None:
-    """Take one segment's rows, acc [s, c*d] each, and pool what they complete: BF16 [t, d]."""
-    kv, gate = remember(state, kv, gate)
+    """Add one segment's rows, acc [s, c*d] each, to the state; pool the blocks that are complete.
+
+    Returns BF16 [t, d], None if no block is complete.
+    """
+    kv, gate = append_rows(state, kv, gate)
     blocks, first = complete_blocks(step, ratio), step.start // ratio
     pooled = None
     if blocks:
         kv_rows = block_rows(kv, first, blocks, ratio, before=0.0)
         gate_rows = block_rows(gate, first, blocks, ratio, before=-math.inf)
         pooled = to_bf16(pool(kv_rows, gate_rows))
-    forget(state, kv, gate, step, ratio)
+    keep_rows(state, kv, gate, step, ratio)
     return pooled
 
 
 def block_positions(step: Step, ratio: int) -> Tensor:
-    """I64 [t]: the positions that the completed blocks are rotated at, of their first tokens."""
+    """Positions of the first tokens of the completed blocks, at which they are rotated: I64 [t]."""
     return torch.arange(step.start // ratio, step.end // ratio) * ratio
 
 
@@ -133,10 +136,10 @@ def compressor(
     quantize: Callable[[Tensor], Tensor],
     rotary: Rotary,
 ) -> list[Tensor]:
-    """Every segment's compressed rows, earlier ones and those completed now: BF16 [blocks, d].
+    """All compressed rows of each segment, earlier and new ones: BF16 [blocks, d].
 
-    x BF16 [T, D]; states: one per segment; quantize: BF16 [t, d] -> the same, what the rows go
-    through after the rotation (FP8 outside the rotated dims, or Hadamard and FP4).
+    x BF16 [T, D]; states: one per segment; quantize: BF16 [t, d] -> the same, applied after the
+    rotation (FP8 outside the rotated dims, or Hadamard and FP4).
     """
     kv = scope.tap("wkv.out", scope.linear_hi("wkv", x_TD))
     gate = scope.tap("wgate.out", scope.linear_hi("wgate", x_TD))
@@ -157,18 +160,18 @@ def compressor(
 
 
 def quantize_kv(x: Tensor, config: ModelConfig) -> Tensor:
-    """FP8 in place, in blocks of 64, but for the rotated dims: BF16 [n, C] -> the same (SPEC 5)."""
+    """Round to FP8 in blocks of 64, except the rotated dims: BF16 [n, C] -> the same (SPEC 5)."""
     plain = x.shape[-1] - config.rope_head_dim
     return torch.cat([act_quant_inplace(x[..., :plain], KV_BLOCK), x[..., plain:]], dim=-1)
 
 
 def hadamard_fp4(x: Tensor, acc: torch.dtype, *, threads: int = 1) -> Tensor:
-    """The Hadamard rotation, then FP4 in place in blocks of 32: BF16 [..., ID] -> the same."""
+    """Hadamard rotation, then rounding to FP4 in blocks of 32: BF16 [..., ID] -> the same."""
     return by_tokens(lambda p: fp4_act_quant(hadamard(p, acc), FP4_GROUP), x, threads=threads)
 
 
 def index_scores(q_sHd: Tensor, k_td: Tensor, weights_sH: Tensor, acc: torch.dtype) -> Tensor:
-    """How much each query wants each block: BF16 [s, t] (SPEC 5, Indexer).
+    """The indexer's score of each block for each query: BF16 [s, t] (SPEC 5, Indexer).
 
     q BF16 [s, IH, ID], k BF16 [t, ID], weights BF16 [s, IH]. The products of FP4 values are exact
     in acc.
@@ -179,10 +182,10 @@ def index_scores(q_sHd: Tensor, k_td: Tensor, weights_sH: Tensor, acc: torch.dty
 
 
 def choose_blocks(scores_st: Tensor, allowed_s: Tensor, k: int, offset: int) -> Tensor:
-    """The k best blocks of every query, ties to the lowest: I64 [s, k], -1 for none.
+    """Top-k blocks of each query, ties to the lowest index: I64 [s, k], padded with -1.
 
-    scores BF16 [s, t]; allowed I64 [s]: how many blocks are complete for the query; offset: the
-    index of block 0 in the table of keys.
+    scores BF16 [s, t]; allowed I64 [s]: number of blocks that are complete for the query; offset:
+    row of block 0 among the attended rows.
     """
     forbidden = torch.arange(scores_st.shape[1]) >= allowed_s.unsqueeze(1)
     ranked = scores_st.masked_fill(forbidden, -math.inf).sort(dim=1, descending=True, stable=True)
@@ -191,7 +194,7 @@ def choose_blocks(scores_st: Tensor, allowed_s: Tensor, k: int, offset: int) -> 
 
 
 def indexer(scope: Scope, x_TD: Tensor, qr_TQ: Tensor, layer: int, rotary: Rotary) -> list[Tensor]:
-    """Every segment's chosen blocks as rows of its table of keys: I64 [s, k], -1 for none.
+    """Top-k blocks of each segment, as rows among its attended rows: I64 [s, k], padded with -1.
 
     x BF16 [T, D]; qr BF16 [T, q_lora_rank], the normed low-rank queries.
     """

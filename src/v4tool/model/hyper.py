@@ -14,7 +14,7 @@ from v4tool.quant.linear import linear_hi
 
 
 def hc_mixes(scope: Scope, name: str, x_TMD: Tensor) -> Tensor:
-    """The streams' projection over their common RMS: BF16 [T, M, D] -> acc [T, mixes]."""
+    """Projection of the streams, divided by their RMS: BF16 [T, M, D] -> acc [T, mixes]."""
     fn = scope.weight(f"{name}_fn")
     flat = x_TMD.flatten(1)
     mixes = linear_hi(flat, fn, scope.numerics)
@@ -28,7 +28,7 @@ def _inverse_rms(flat: Tensor, scope: Scope) -> Tensor:
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """Make acc [T, M, M] nearly doubly stochastic: softmax over rows, then columns, rows, ..."""
+    """Softmax over rows, then alternating column and row normalisation: acc [T, M, M] -> same."""
     e = torch.exp(logits - logits.amax(-1, keepdim=True))
     comb = e / ordered_sum(e, keepdim=True) + eps
     for dim in (-2, *((-1, -2) * (iterations - 1))):
@@ -37,7 +37,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 def hc_split(scope: Scope, name: str, mixes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Coefficients of mixes acc [T, (2+M)M]: pre [T, M], post [T, M], comb [T, M, M] (HC pre)."""
+    """Coefficients from mixes acc [T, (2+M)M]: pre [T, M], post [T, M], comb [T, M, M] (SPEC 5)."""
     config, m = scope.config, scope.config.hc_mult
     base, scale = scope.weight(f"{name}_base").to(scope.acc), scope.weight(f"{name}_scale")
     of_pre, of_post, of_comb = mixes.split([m, m, m * m], dim=-1)
@@ -59,7 +59,7 @@ def weighted_streams(pre_TM: Tensor, x_TMD: Tensor, *, threads: int = 1) -> Tens
 
 
 def hc_pre(scope: Scope, name: str, x_TMD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One stream for the sub-layer, and how its result goes back: BF16 [T, D], post, comb (acc)."""
+    """Input BF16 [T, D] of the sub-layer, and the coefficients post, comb (acc) for `hc_post`."""
     pre, post, comb = hc_split(scope, name, hc_mixes(scope, name, x_TMD))
     scope.tap(f"{name}.pre", pre)
     scope.tap(f"{name}.post", post)
@@ -85,7 +85,7 @@ def hc_post(
 
 
 def hc_head(scope: Scope, x_TMD: Tensor) -> Tensor:
-    """The last mix, into one stream: BF16 [T, M, D] -> BF16 [T, D] (SPEC 5, Head)."""
+    """Weighted sum of the streams before the head: BF16 [T, M, D] -> BF16 [T, D] (SPEC 5, Head)."""
     mixes = hc_mixes(scope, "hc_head", x_TMD)
     base, scale = scope.weight("hc_head_base").to(scope.acc), scope.weight("hc_head_scale")
     pre = sigmoid(mixes * scale.to(scope.acc) + base) + scope.config.hc_eps

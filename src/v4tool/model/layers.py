@@ -18,12 +18,11 @@ from v4tool.quant.activation import to_bf16
 from v4tool.threads import parallel_for
 
 ELEMENTS_AT_ONCE = 1 << 18
-"""Elements that an element-wise step widens to `acc` at a time. So few stay in the processor's
-cache through all of the step; fresh memory for a whole batch costs twenty times as much as the
-arithmetic.
+"""Elements that an element-wise step converts to `acc` at a time: they stay in the processor's
+cache. New memory for a whole batch takes twenty times as long as the arithmetic.
 """
 PIECES_MULTIPLE = 4
-"""Pieces come in such numbers that two or four threads end together."""
+"""The number of pieces is a multiple of this, so that two or four threads have equal shares."""
 
 
 def ordered_sum(x: Tensor, dim: int = -1, *, keepdim: bool = False) -> Tensor:
@@ -66,16 +65,14 @@ def by_tokens(function: Callable[..., Tensor], *xs: Tensor, threads: int = 1) ->
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)), element by element.
 
-    torch's own takes another exponential for the last few elements of a tensor, so its bits
-    depend on where in a batch a value stands.
+    torch.sigmoid uses another exponential for the last few elements of a tensor, so that its bits
+    depend on a value's position in the batch.
     """
     return torch.exp(-x).add_(1.0).reciprocal_()
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)), x itself above 20, as torch defines it; written out for the same reason as
-    `sigmoid`.
-    """
+    """log(1 + exp(x)), and x above 20, as torch defines it; not torch's, as for `sigmoid`."""
     return torch.where(x > 20.0, x, torch.log1p(torch.exp(x)))
 
 
@@ -92,10 +89,10 @@ def rms(x: Tensor, weight: Tensor, eps: float, acc: torch.dtype, *, threads: int
 
 
 def unit_rms(x: Tensor, eps: float, acc: torch.dtype, *, threads: int = 1) -> Tensor:
-    """The weightless norm of every query head, rounded to BF16 at each step (SPEC 5, step 1).
+    """RMS norm of each query head without a weight, rounded to BF16 at each step (SPEC 5, step 1).
 
-    x BF16 [T, H, C] -> BF16 [T, H, C]. The release writes it on BF16 tensors, so each step rounds.
-    Products of two BF16 values have at most 16 bits: FP32 serves for them as well as acc.
+    x BF16 [T, H, C] -> BF16 [T, H, C]. The release computes it with BF16 tensors, so each step
+    rounds. Products of two BF16 values have at most 16 bits, so they are exact in FP32.
     """
 
     def normed(piece: Tensor) -> Tensor:
@@ -110,9 +107,9 @@ def unit_rms(x: Tensor, eps: float, acc: torch.dtype, *, threads: int = 1) -> Te
 
 
 def rope_frequencies(config: ModelConfig, ratio: int) -> Tensor:
-    """The rotary frequencies of a layer with this ratio: FP32 [rope_head_dim / 2] (SPEC 5).
+    """Rotary frequencies of a layer with this ratio: FP32 [rope_head_dim / 2] (SPEC 5).
 
-    Layers without compression use rope_theta as it is; the others compress_rope_theta with YaRN.
+    Layers without compression use rope_theta without YaRN, others compress_rope_theta with YaRN.
     """
     dim = config.rope_head_dim
     base = config.compress_rope_theta if ratio else config.rope_theta
@@ -123,7 +120,7 @@ def rope_frequencies(config: ModelConfig, ratio: int) -> Tensor:
 
 
 def _yarn(config: ModelConfig, frequencies: Tensor, base: float) -> Tensor:
-    """YaRN: frequencies of many turns stay, those of few are divided by the factor."""
+    """YaRN: high frequencies are kept, low ones divided by rope_factor, with a ramp between."""
     dim = config.rope_head_dim
 
     def dimension(turns: float) -> float:
@@ -174,5 +171,5 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
 
 
 def rotated_part(x: Tensor, config: ModelConfig) -> Tensor:
-    """The dims that a rotation touches, as they are recorded: [..., C] -> [..., rope_head_dim]."""
+    """The rotated dims of x, which are recorded: [..., C] -> [..., rope_head_dim]."""
     return x[..., -config.rope_head_dim :]

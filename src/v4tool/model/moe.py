@@ -1,8 +1,8 @@
 """Mixture of experts: gate, routed experts and shared expert (SPEC section 5, MoE).
 
 T tokens of the batch, E experts, K experts per token, I the experts' inner width. An expert's
-weights are read once for all tokens of the batch that reach it, and only if one does. Several are
-computed at a time, each by one thread; what is recorded and summed goes in index order.
+weights are read once for all tokens of the batch that are routed to it, and only if there are any.
+Several experts are computed at a time, one thread each; recording and summing are in index order.
 """
 
 from bisect import bisect_left
@@ -19,22 +19,22 @@ from v4tool.quant.linear import q_linear
 from v4tool.threads import ordered_map
 
 EXPERTS_AHEAD = 8
-"""Experts that the reader is told of ahead: 100 MB in the release, 0.2 s of a slow disk."""
+"""Experts that are prefetched ahead: 100 MB in the release, 0.2 s of a slow disk."""
 PRODUCTS_AT_LEAST = 1 << 22
-"""Multiplications in an expert, on average, from which on several are computed at a time: for a
-millisecond of the kernel's work threads need not contend for the interpreter.
+"""Average multiplications per expert above which several experts are computed at a time; below, the
+kernel runs less than a millisecond and threads contend for the GIL.
 """
 
 
 def scores(scope: Scope, x_TD: Tensor) -> Tensor:
-    """Every token's affinity to every expert, sqrt(softplus): BF16 [T, D] -> acc [T, E]."""
+    """Routing scores of all experts, sqrt(softplus(logits)): BF16 [T, D] -> acc [T, E]."""
     return torch.sqrt(softplus(scope.linear_hi("gate", x_TD)))
 
 
 def choose_experts(scope: Scope, scores_TE: Tensor, layer: int) -> Tensor:
-    """The experts of every token: [T, K], I32 by id in hash layers, else I64 by score.
+    """Experts of each token: [T, K], I32 by token id in hash layers, else I64 by top-k of scores.
 
-    The bias only selects; ties go to the lowest index.
+    The bias affects only the choice; ties go to the lowest index.
     """
     if scope.config.is_hash(layer):
         return scope.weights.gather_rows(f"{scope.path}gate.tid2eid", scope.ids).to(torch.int32)
@@ -44,7 +44,7 @@ def choose_experts(scope: Scope, scores_TE: Tensor, layer: int) -> Tensor:
 
 
 def gate(scope: Scope, x_TD: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Routing weights acc [T, K] and experts [T, K] of every token."""
+    """Routing weights acc [T, K] and experts [T, K] of each token."""
     scores_TE = scores(scope, x_TD)
     experts = choose_experts(scope, scores_TE, layer)
     weights = scores_TE.gather(1, experts.long())
@@ -57,7 +57,7 @@ def gate(scope: Scope, x_TD: Tensor, layer: int) -> tuple[Tensor, Tensor]:
 def swiglu(gate_nI: Tensor, up_nI: Tensor, limit: float, weight_n: Tensor | None) -> Tensor:
     """BF16(weight * silu(min(gate, limit)) * clamp(up, +-limit)): acc [n, I] twice -> BF16 [n, I].
 
-    The routing weight multiplies here, before the rounding to BF16 and w2's quantisation.
+    The routing weight is applied here, before rounding to BF16 and the quantisation for w2.
     """
     a, u = gate_nI.clamp(max=limit), up_nI.clamp(-limit, limit)
     h = sigmoid(a).mul_(a).mul_(u)
@@ -65,7 +65,7 @@ def swiglu(gate_nI: Tensor, up_nI: Tensor, limit: float, weight_n: Tensor | None
 
 
 def expert(scope: Scope, x_nD: Tensor, weight_n: Tensor | None) -> dict[str, Tensor]:
-    """One expert on n tokens: what it records, by name, BF16 [n, ...]; its result is `out`."""
+    """One expert on n tokens: its recorded outputs by name, BF16 [n, ...]; `out` is the result."""
     acc, limit = scope.acc, scope.config.swiglu_limit
 
     def linear(name: str, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def expert(scope: Scope, x_nD: Tensor, weight_n: Tensor | None) -> dict[str, Ten
 
 
 def routed_rows(weights_TK: Tensor, experts_TK: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Every expert reached, lowest first, with its tokens I64 [n] and their weights acc [n]."""
+    """Each expert with tokens, in index order: its number, tokens I64 [n], weights acc [n]."""
     ordered, where = experts_TK.flatten().sort(stable=True)
     reached, counts = ordered.unique_consecutive(return_counts=True)
     rows, weights = where // experts_TK.shape[1], weights_TK.flatten()[where]
@@ -90,9 +90,9 @@ def routed_rows(weights_TK: Tensor, experts_TK: Tensor) -> Iterator[tuple[int, T
 
 
 def tap_expert(scope: Scope, outputs: dict[str, Tensor], rows: Tensor) -> None:
-    """Show every segment its tokens' rows of an expert's outputs, nothing where it has none.
+    """Pass each segment its rows of an expert's outputs; segments without rows are skipped.
 
-    rows: I64 [n], ascending tokens of the batch.
+    rows: I64 [n], ascending token indices of the batch.
     """
     ends = list(accumulate(segment.step.tokens for segment in scope.segments))
     tokens = rows.tolist()
@@ -104,7 +104,7 @@ def tap_expert(scope: Scope, outputs: dict[str, Tensor], rows: Tensor) -> None:
 
 
 def threads_for(scope: Scope, x_TD: Tensor, reached: int) -> int:
-    """How many of the experts reached to compute at a time; x BF16 [T, D]."""
+    """Number of experts to compute at a time; reached: number of experts that have tokens."""
     config = scope.config
     rows = len(x_TD) * config.n_activated_experts / max(reached, 1)
     products = rows * 3 * x_TD.shape[1] * config.moe_inter_dim
@@ -112,23 +112,23 @@ def threads_for(scope: Scope, x_TD: Tensor, reached: int) -> int:
 
 
 def expert_weights(scope: Scope, e: int) -> list[str]:
-    """The names of everything that expert e reads."""
+    """Names of the tensors of expert e."""
     linears = [f"{scope.path}experts.{e}.{name}" for name in ("w1", "w3", "w2")]
     return [f"{linear}.{part}" for linear in linears for part in ("weight", "scale")]
 
 
 def moe(scope: Scope, x_TD: Tensor, layer: int) -> Tensor:
-    """Routed experts in index order, then the shared one, summed in acc: BF16 [T, D], twice."""
+    """Mixture of experts, summed in acc in index order, shared expert last: BF16 [T, D] -> same."""
     weights, experts = gate(scope, x_TD, layer)
-    jobs, alone = list(routed_rows(weights, experts)), scope.alone
-    soon = [expert_weights(scope, e) for e, _, _ in jobs] + [list(scope.upcoming)]
-    scope.weights.advise(list(chain(*soon[:EXPERTS_AHEAD])))
+    jobs, single = list(routed_rows(weights, experts)), scope.single
+    upcoming = [expert_weights(scope, e) for e, _, _ in jobs] + [list(scope.upcoming)]
+    scope.weights.advise(list(chain(*upcoming[:EXPERTS_AHEAD])))
 
     def routed(i: int) -> dict[str, Tensor]:
-        for names in soon[i + EXPERTS_AHEAD : i + EXPERTS_AHEAD + 1]:
+        for names in upcoming[i + EXPERTS_AHEAD : i + EXPERTS_AHEAD + 1]:
             scope.weights.advise(names)
         e, rows, weights_n = jobs[i]
-        return expert(alone / "experts" / str(e), x_TD.index_select(0, rows), weights_n)
+        return expert(single / "experts" / str(e), x_TD.index_select(0, rows), weights_n)
 
     y = torch.zeros(x_TD.shape, dtype=scope.acc)
     results = ordered_map(routed, range(len(jobs)), threads_for(scope, x_TD, len(jobs)))

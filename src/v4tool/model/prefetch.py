@@ -1,7 +1,7 @@
 """Wraps a weight reader and issues read-ahead for the next tensors from a background thread.
 
 A read-ahead call can block: the kernel allocates the pages, and waits while the disk's queue is
-full (a second for a gigabyte). No computing thread should wait for that. Left out: which weights
+full (a second for a gigabyte); compute threads should not wait for that. Left out: which weights
 are prefetched, and when (`Scope.upcoming`).
 """
 
@@ -14,11 +14,11 @@ from v4tool.model.scope import Weights
 
 
 class PrefetchingWeights:
-    """A `Weights` around another one, whose `advise` returns at once.
+    """A `Weights` that wraps another one; its `advise` returns at once.
 
-    A context manager: leaving it cancels read-ahead that has not begun and waits for the rest. A
-    weight that was read before its read-ahead began is skipped: its pages may have left the page
-    cache, and would be fetched for nothing. Errors of `advise` are dropped: the read raises them.
+    A context manager: on exit, read-ahead that has not started is cancelled, a running one awaited.
+    Weights that were read before their read-ahead started are skipped: they are not needed again.
+    Errors of `advise` are ignored: the read raises them.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -27,7 +27,7 @@ class PrefetchingWeights:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="v4tool-ahead")
 
     def nbytes(self, name: str) -> int:
-        """Bytes of a weight as it is stored."""
+        """Bytes of a weight as stored."""
         return self._weights.nbytes(name)
 
     def read(self, name: str, buffer: Tensor | None = None) -> Tensor:
@@ -45,7 +45,7 @@ class PrefetchingWeights:
         return self._weights.gather_rows(name, ids)
 
     def advise(self, names: list[str]) -> None:
-        """These weights will be read soon, in this order."""
+        """Start read-ahead of these weights, in this order."""
         self._pending.update(names)
         self._thread.submit(self._prefetch, names)
 

@@ -1,10 +1,10 @@
 """`Scope`: a module path that loads weights by name and records activations under the same path.
 
-The tokens of all sequences of a pass are computed together as one flat batch [T, ...]; a
-`Segment` is one sequence's slice of it. `scope / "attn"` descends in the module tree;
-`scope.linear("wq_a", x)` loads `….attn.wq_a.weight` and `.scale`, multiplies the batch with them,
-passes `….attn.wq_a.out` of every segment to its tap and releases the weight. Left out: what a tap
-does with a value.
+The tokens of all sequences of a pass are computed together as one flat batch [T, ...]; a `Segment`
+is one sequence's slice of it. `scope / "attn"` is the scope of a submodule; `scope.linear("wq_a",
+x)` loads `….attn.wq_a.weight` and `.scale`, multiplies the batch with the weight, passes
+`….attn.wq_a.out` of each segment to its tap and releases the weight. Left out: what a tap does with
+a value.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from v4tool.threads import ScratchBuffers
 Tap = Callable[[str, Tensor], None]
 
 
-def one_thread(numerics: Numerics) -> Numerics:
+def single_threaded(numerics: Numerics) -> Numerics:
     """The same numerics with one thread, for work that already runs in a worker thread."""
     return numerics if numerics.threads == 1 else numerics.model_copy(update={"threads": 1})
 
@@ -48,7 +48,7 @@ class Weights(Protocol):
 class CompressorState:
     """A compressor's state for one sequence.
 
-    kv, gate: acc [rows, c*d], the rows that a later block still needs, from position `first` on;
+    kv, gate: acc [rows, c*d], rows of tokens from position `first` on, needed for later blocks;
     blocks: BF16 [t, d], the compressed rows so far.
     """
 
@@ -120,9 +120,9 @@ class Scope:
         return self.numerics.threads
 
     @property
-    def alone(self) -> "Scope":
+    def single(self) -> "Scope":
         """The same scope with one thread, for work that already runs in a worker thread."""
-        return replace(self, numerics=one_thread(self.numerics))
+        return replace(self, numerics=single_threaded(self.numerics))
 
     @property
     def positions(self) -> Tensor:
@@ -141,29 +141,29 @@ class Scope:
     def parts(self, x: Tensor, y: Tensor, /) -> Iterator[tuple[Segment, Tensor, Tensor]]: ...
 
     def parts(self, *xs: Tensor) -> Any:
-        """Every segment with its slice of each batch tensor [T, ...]."""
+        """Each segment with its slice of every batch tensor [T, ...]."""
         if len(self.segments) == 1:
             return iter([(*self.segments, *xs)])
         sizes = [segment.step.tokens for segment in self.segments]
         return zip(self.segments, *(x.split(sizes) for x in xs), strict=True)
 
     def weight(self, name: str) -> Tensor:
-        """A weight of this module as it is stored, in newly allocated memory."""
+        """A weight of this module as stored, in newly allocated memory."""
         return self.weights.read(self.path + name)
 
-    def passing(self, name: str, use: str) -> Tensor:
-        """A weight as it is stored, in this thread's buffer, valid until the next of that `use`."""
+    def buffered(self, name: str, use: str) -> Tensor:
+        """A weight as stored, in this thread's buffer `use`, valid until that is used again."""
         name = self.path + name
         return self.weights.read(
             name, self.buffers.take(use, self.weights.nbytes(name), torch.uint8)
         )
 
     def quantized(self, name: str, width: int) -> StoredWeight:
-        """A quantised weight for inputs of `width` elements, whose codes stay in their file.
+        """A quantised weight for inputs of `width` elements; codes are read when it is multiplied.
 
-        Scale and codes come into this thread's buffers, so the next weight overwrites them.
+        Scales and codes are read into this thread's buffers and overwritten by the next weight.
         """
-        scale = self.passing(f"{name}.scale", "scale")
+        scale = self.buffered(f"{name}.scale", "scale")
         codes = f"{self.path}{name}.weight"
         size = self.weights.nbytes(codes)
         # two FP4 codes share a byte, and each of their rows has scales of its own (SPEC 2)
@@ -177,31 +177,29 @@ class Scope:
         return StoredWeight((size // row_bytes, width), scale, "fp4" if fp4 else "fp8", read)
 
     def tap_for(self, segment: Segment, name: str, value: Tensor) -> None:
-        """Pass a segment's value to its tap as it is; `tap` adds the batch dimension."""
+        """Pass one segment's value to its tap without changes (`tap` adds a batch dimension)."""
         segment.tap(f"{segment.step.prefix}{self.record}{name}", value)
 
     def tap(self, name: str, batch: Tensor) -> Tensor:
-        """Pass every segment's slice of [T, ...] to its tap as [1, s, ...]; returns the batch."""
+        """Pass each segment's slice of [T, ...] to its tap as [1, s, ...]; returns the batch."""
         for segment, part in self.parts(batch):
             self.tap_for(segment, name, part.unsqueeze(0))
         return batch
 
     def tap_flat(self, name: str, batch: Tensor) -> Tensor:
-        """As `tap`, but as [s, ...]: for modules that the release calls on flat tokens (MoE)."""
+        """As `tap`, but as [s, ...]: for modules that the release calls with flat tokens (MoE)."""
         for segment, part in self.parts(batch):
             self.tap_for(segment, name, part)
         return batch
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """The quantised product by weight `name`, recorded: BF16 [T, ..., in] -> [T, ..., out]."""
+        """Quantised product with weight `name`, recorded: BF16 [T, ..., in] -> [T, ..., out]."""
         y = q_linear(x, self.quantized(name, x.shape[-1]), self.numerics)
         return self.tap(f"{name}.out", y)
 
     def linear_hi(self, name: str, x: Tensor) -> Tensor:
-        """The product with an unquantised weight, kept in acc, not recorded: [T, in] -> acc [T,
-        out].
-        """
-        return linear_hi(x, self.passing(f"{name}.weight", "codes"), self.numerics)
+        """Product with an unquantised weight, not recorded: BF16 [T, in] -> acc [T, out]."""
+        return linear_hi(x, self.buffered(f"{name}.weight", "codes"), self.numerics)
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         """RMS norm with weight `name`, not recorded: BF16 [T, ..., n] -> the same."""

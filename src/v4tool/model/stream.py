@@ -1,10 +1,11 @@
-"""Streaming forward pass: each layer once, all sequences through it.
+"""Streaming forward pass: the layers one after another, each for all sequences at once.
 
-Follows SPEC section 5. A `Sequence` is one prompt with its tap. `run` takes all prompts through the
-prefill, the MTP prefill and decode step, and the decode steps of the main stack; sequences with
-fewer steps drop out. Of a layer only the state that decode needs (`LayerState`) stays in memory.
+Follows SPEC section 5. A `Sequence` is one prompt with its tap. `run` computes the prefill, the MTP
+prefill and decode step, and the decode steps of the main stack for all prompts; sequences with
+fewer steps end earlier. Of a layer only the state that decode needs (`LayerState`) is kept.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -35,10 +36,10 @@ Watch = Callable[[str, str], None]
 
 @dataclass
 class Sequence:
-    """One prompt: its ids, how many decode steps follow, the ids of these where they are given.
+    """One prompt: token ids, number of decode steps, token ids of the decode steps if given.
 
-    decode_ids grows to `decode` entries while `run` goes on: what is not given is chosen
-    greedily, the arg-max of the previous logits, the lowest index on ties.
+    `run` extends decode_ids to `decode` entries: ids that are not given are chosen greedily, the
+    arg-max of the previous logits, the lowest index on ties.
     """
 
     ids: list[int]
@@ -52,14 +53,14 @@ class Sequence:
         return Segment(step, torch.tensor(ids, dtype=torch.int64), self.states, self.tap)
 
     def main_segment(self, number: int) -> Segment:
-        """Pass 0 is the prefill, pass i the decode step i - 1."""
+        """The tokens of a main-stack pass: 0 is the prefill, i the decode step i - 1."""
         step = steps_of(len(self.ids), self.decode)[number]
         segment = self.segment(step, self.ids if number == 0 else [self.decode_ids[number - 1]])
         self.tap(f"{step.prefix}input_ids", segment.ids.unsqueeze(0))
         return segment
 
     def mtp_segments(self) -> tuple[Segment, Segment]:
-        """The MTP prefill over the prompt; the one MTP decode step, with the prompt's last id."""
+        """The tokens of the MTP prefill (the prompt) and of the MTP decode step (its last id)."""
         length = len(self.ids)
         return (
             self.segment(Step("mtp.0.prefill.", length, 0), self.ids),
@@ -69,7 +70,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class LayerRange:
-    """Which part of the model to compute: main layers below `layers`, the head, the MTP block."""
+    """The part of the model to compute: main layers below `layers`, the head, the MTP block."""
 
     layers: int
     head: bool = True
@@ -82,7 +83,7 @@ class LayerRange:
 
 
 def through_layers(scope: Scope, layer_range: LayerRange, watch: Watch, name: str) -> Tensor:
-    """Embedding and main layers of one pass: BF16 [T, M, D], the last layer's streams."""
+    """Embedding and main layers of one pass; returns the last layer's streams: BF16 [T, M, D]."""
     watch(name, "embed")
     x = embed(scope, EMBEDDING).unsqueeze(1).repeat(1, scope.config.hc_mult, 1)
     for layer in range(layer_range.layers):
@@ -96,38 +97,38 @@ def through_layers(scope: Scope, layer_range: LayerRange, watch: Watch, name: st
 HEAD_NAMES, MTP_HEAD_NAMES = ("head.out",), ("head.out", "logits.out", "out")
 """Keys under which the logits of the main stack and of MTP are recorded (SPEC section 6)."""
 TOKENS_HELD = 192
-"""So many tokens' values of the MTP block are held in memory to read the output matrix once: 0.4 MB
-a token in the release, whose matrix is a gibibyte. Beyond that it is read twice.
+"""Most tokens for which the MTP block's values are kept in memory, so that the output matrix (1 GiB
+in the release) is read once; 0.4 MB per token. With more tokens it is read twice.
 """
 
 
 def mtp_scope(scope: Scope, sequences: list[Sequence]) -> Scope:
-    """MTP prefill and decode of all sequences as one batch, prefills first."""
+    """Scope of the MTP block: MTP prefill and decode of all sequences as one batch."""
     prefills, decodes = zip(*(sequence.mtp_segments() for sequence in sequences), strict=True)
     return replace(scope, segments=prefills + decodes, path="mtp.0.", record="")
 
 
 def mtp_streams(scope: Scope, x_TMD: Tensor) -> Tensor:
-    """MTP's input [T + n, M, D]: the last layer's rows, then each prompt's last row for decode."""
+    """Input streams of MTP, [T + n, M, D]: those of prefill, then each prompt's last for decode."""
     return torch.cat([x_TMD, last_rows(scope, x_TMD)])
 
 
 def main_head(scope: Scope, x_TMD: Tensor) -> Tensor:
-    """Logits of the main stack, recorded: acc [n, V]."""
+    """Logits of the main stack, acc [n, V]; they are recorded."""
     result = logits(scope, head_input(scope, x_TMD), MATRIX)
     tap_logits(scope, HEAD_NAMES, result)
     return result
 
 
 def mtp_head(scope: Scope, sequences: list[Sequence], x_TMD: Tensor) -> None:
-    """The MTP block and its logits, recorded."""
+    """Compute the MTP block and its logits, which are recorded."""
     place = mtp_scope(scope, sequences)
     rows = mtp(place, mtp_streams(scope, x_TMD), EMBEDDING)
     tap_logits(place, MTP_HEAD_NAMES, logits(place, rows, MATRIX))
 
 
 def both_heads(scope: Scope, sequences: list[Sequence], x_TMD: Tensor) -> Tensor:
-    """`main_head` and `mtp_head`, recorded in that order, with one read of the output matrix."""
+    """As `main_head`, then `mtp_head`, but with one read of the output matrix."""
     held: list[tuple[Tap, str, Tensor]] = []
 
     def holding(segment: Segment) -> Segment:
@@ -156,7 +157,7 @@ def through_heads(
     watch: Watch,
     name: str,
 ) -> Tensor | None:
-    """The heads that `ends` asks for: the main logits, acc [n, V], or None without the head."""
+    """Compute the heads of a layer range; returns the main logits, acc [n, V], if it has them."""
     if ends.head:
         watch(name, "head")
     if ends.head and ends.mtp and len(x_TMD) <= TOKENS_HELD:
@@ -170,11 +171,13 @@ def through_heads(
 
 
 def greedy(sequences: list[Sequence], logits_nV: Tensor, number: int) -> None:
-    """Give sequences that need an id for decode step `number` the arg-max of their logits.
+    """Append the arg-max of the logits to sequences that have no id for decode step `number`.
 
-    The logits are compared as recorded, in FP32; the lowest index wins a tie.
+    The logits are compared in FP32, as recorded; ties go to the lowest index. NaN counts as minus
+    infinity, so the id is 0 if all logits are NaN.
     """
-    for sequence, row in zip(sequences, logits_nV.float(), strict=True):
+    comparable = logits_nV.float().nan_to_num(-math.inf, math.inf, -math.inf)
+    for sequence, row in zip(sequences, comparable, strict=True):
         if len(sequence.decode_ids) == number < sequence.decode:
             sequence.decode_ids.append(int((row == row.max()).nonzero()[0]))
 
@@ -187,10 +190,10 @@ def run(
     layer_range: LayerRange | None = None,
     watch: Watch = lambda name, place: None,
 ) -> None:
-    """Run the forward pass of all sequences; values leave it only through their taps.
+    """Run the forward pass of all sequences; results go to the sequences' taps.
 
-    layer_range: how far to compute (default: everything). Decode steps without given ids need the
-    whole stack.
+    layer_range: the part of the model to compute (default: all). Decode steps without given ids
+    need the whole main stack.
     """
     layer_range = layer_range or LayerRange.whole(config)
     with PrefetchingWeights(weights) as prefetching:

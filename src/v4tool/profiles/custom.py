@@ -1,6 +1,6 @@
-"""Cases that a user describes at a call: a prompt of their own, other decode steps.
+"""Cases given on the command line or to the API: a custom prompt, other decode steps.
 
-Left out: the cases of a profile (`schema`), and ids from text that a user typed (`tokens`).
+Left out: the cases of a profile (`schema`), and parsing of token ids (`tokens`).
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from v4tool.profiles.tokens import encode
 def custom_case(
     text: str | None, input_ids: Sequence[int] | None, tokenizer: Path | None = None
 ) -> Case:
-    """The case `custom` of a text or of ids. InputError unless exactly one of both is given.
+    """The case `custom` with a text or token ids. InputError unless exactly one is given.
 
-    tokenizer: see `encode`. Whether the ids are in the vocabulary is the dump's to check.
+    tokenizer: see `encode`. `dump_cases` checks that the ids are in the vocabulary.
     """
     if text is not None and input_ids is not None:
         raise InputError("--text and --input-ids: expected one of them, found both")
@@ -27,10 +27,10 @@ def custom_case(
 
 
 def with_decode(case: Case, steps: int | None, ids: Sequence[int] = ()) -> Case:
-    """The case with other main-stack decode steps, the first of them with these ids.
+    """The case with another number of decode steps and token ids for the first of them.
 
-    steps: None for as many as there are ids; with no ids either, the case as it is. InputError for
-    fewer than 0 steps, or more ids than steps.
+    steps: None for as many as there are ids; without ids, the case unchanged. InputError for a
+    negative number, or more ids than steps.
     """
     if steps is None and not ids:
         return case

@@ -1,7 +1,7 @@
-"""Finds a profile's checkpoint directory, or the random checkpoint to make; writes nothing.
+"""Locates a profile's checkpoint directory, or names the random checkpoint to generate.
 
-Nothing is downloaded. Left out: whether the checkpoint is complete and well formed (its reader
-checks that), and making what a `SynthRequest` asks for (`checkpoint/synth.py`).
+Nothing is downloaded or written. Left out: whether the checkpoint is complete (its reader checks
+that), and the generation (`checkpoint/synth.py`).
 """
 
 import hashlib
@@ -15,14 +15,14 @@ from v4tool.untrusted import kind_of, read_small
 
 @dataclass(frozen=True)
 class SynthRequest:
-    """A checkpoint of random weights, to be made from this config and seed, below `cache`."""
+    """A checkpoint of random weights, to be generated from a config and a seed, below `cache`."""
 
     config: Path
     seed: int
     cache: Path
 
     def directory(self, version: str | int) -> Path:
-        """Where it belongs. A change of config, seed or generator's version changes the name."""
+        """Its directory; the name has a hash of config, seed and the generator's version."""
         try:
             digest = hashlib.sha256(read_small(self.config))
         except OSError as error:
@@ -35,11 +35,10 @@ class SynthRequest:
 
 
 def locate_checkpoint(profile: Profile, *, hub_cache: Path | None = None) -> Path | SynthRequest:
-    """The checkpoint's directory, or which one to make.
+    """The checkpoint's directory, or the checkpoint to generate.
 
-    hub_cache: the Hugging Face cache to look into (default: the library's own, so HF_HUB_CACHE and
-    HF_HOME hold). CheckpointError for a named directory that is none, ProfileError where there is
-    nothing.
+    hub_cache: Hugging Face cache to search (default: the library's, from HF_HUB_CACHE and HF_HOME).
+    CheckpointError if a named directory is not one, ProfileError if no checkpoint is found.
     """
     if profile.ckpt is not None:
         return _named(profile.ckpt, profile.origin["ckpt"])
@@ -69,10 +68,10 @@ def _named(directory: Path, origin: str) -> Path:
 
 
 def cached_snapshot(repo: str, revision: str, hub_cache: Path | None = None) -> Path | None:
-    """The directory of a snapshot in the local Hugging Face cache that has an index and a config.
+    """A snapshot in the local Hugging Face cache that has an index and a config, or None.
 
-    The asked-for revision; where the cache does not have it, the only other one that is there.
-    ProfileError if there are several.
+    The given revision, or if the cache lacks it, the only other one. ProfileError if there are
+    several others.
     """
     asked = _snapshot(repo, revision, hub_cache)
     if asked is not None:

@@ -1,8 +1,8 @@
-"""Resolve a profile: option over environment over file over default, each value's origin kept.
+"""Resolves a profile: option before environment before file before default; keeps the origins.
 
-An empty environment variable counts as not set. What a file points at (`path`, `config`,
-`cases_file`) is relative to that file, `out_dir` to the directory that the user works in. A file
-that names no `cases_file` has the shipped cases, one without `[checkpoint]` has nano's.
+An empty environment variable counts as not set. Paths in a file (`path`, `config`, `cases_file`)
+are relative to that file, `out_dir` to the working directory. A file without `cases_file` has the
+shipped cases, one without `[checkpoint]` has nano's checkpoint.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Setting(NamedTuple):
-    """A value that has all four sources. `number`: text that spells a whole number is one."""
+    """A setting with all four sources. number: numeric text is converted to an integer."""
 
     key: str
     option: str
@@ -45,7 +45,7 @@ SETTINGS = (
 
 
 def shipped_directory() -> Path:
-    """The directory of the shipped profiles: in the package, or the checkout's own `profiles/`."""
+    """Directory of the shipped profiles: in the package, or `profiles/` of the checkout."""
     installed = PACKAGE / "_profiles"
     return installed if installed.is_dir() else PACKAGE.parents[1] / "profiles"
 
@@ -62,11 +62,11 @@ def load(
     options: Mapping[str, object],
     environ: Mapping[str, str],
 ) -> Profile:
-    """Resolve a profile: a shipped name or a TOML file, else V4TOOL_PROFILE, else `nano`.
+    """Load and resolve a profile: a shipped name or a TOML file, else V4TOOL_PROFILE, else `nano`.
 
     options: values from the command line by key (ckpt, threads, seed, out_dir, accumulate,
-    backend), None where an option was not given; environ: the process environment. ProfileError in
-    one line, naming source, key, expected and found, for whatever cannot be used.
+    backend), None if not given; environ: the process environment. ProfileError, which names source,
+    key, expected and found, for invalid values.
     """
     chosen, source = _choose(name_or_file, environ)
     path, shown = _find(chosen, source)
@@ -95,7 +95,7 @@ def _choose(name_or_file: str | Path | None, environ: Mapping[str, str]) -> tupl
 
 
 def _find(name_or_file: str | Path, source: str) -> tuple[Path, str]:
-    """A profile's path and what messages call it. ProfileError for one that is not there."""
+    """A profile's path, and its name for messages. ProfileError if it does not exist."""
     known, word = available(), str(name_or_file)
     if isinstance(name_or_file, str) and word in known:
         return shipped_directory() / f"{word}.toml", f"profiles/{word}.toml"
@@ -121,7 +121,7 @@ def _resolve_all(
     options: Mapping[str, object],
     environ: Mapping[str, str],
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Every setting's value, and every setting's origin."""
+    """Values and origins of all settings, by key."""
     strange = set(options) - {setting.key for setting in SETTINGS}
     if strange:
         raise TypeError(f"no such settings: {sorted(strange)}")
@@ -140,7 +140,7 @@ def _resolve_all(
 
 
 def _in_file(file: ProfileFile, path: Path) -> dict[str, object]:
-    """The file's own values by setting; its checkpoint directory is relative to the file."""
+    """The file's values by setting; its checkpoint directory is relative to the file."""
     own = file.checkpoint.path if file.checkpoint else None
     return {
         "ckpt": None if own is None else path.parent / setting_values.path(own),
@@ -159,7 +159,7 @@ def _resolve(
     in_file: object,
     shown: str,
 ) -> tuple[Any, str]:
-    """One setting's value and origin."""
+    """Value and origin of one setting."""
     if options.get(setting.key) is not None:
         source = f"option {setting.option}"
         return _given(setting, options[setting.key], source), source
@@ -172,7 +172,7 @@ def _resolve(
 
 
 def _given(setting: Setting, value: object, source: str) -> Any:
-    """A value from the command line or the environment. ProfileError names the source."""
+    """Parse a value from the command line or the environment. ProfileError names the source."""
     try:
         return setting.parse(setting_values.from_text(value) if setting.number else value)
     except ValueError as error:
@@ -180,7 +180,7 @@ def _given(setting: Setting, value: object, source: str) -> Any:
 
 
 def _config(checkpoint: CheckpointSettings, ckpt: Path | None, path: Path) -> Path:
-    """The named checkpoint's config.json, else the one that the file names, else a shipped one."""
+    """Path of the config.json: of the given checkpoint, or named by the file, or a shipped one."""
     if ckpt is not None:
         return ckpt / "config.json"
     own = setting_values.path(checkpoint.config or ".")
@@ -190,7 +190,7 @@ def _config(checkpoint: CheckpointSettings, ckpt: Path | None, path: Path) -> Pa
 
 
 def _read_cases(file: ProfileFile, path: Path, shown: str) -> tuple[tuple[Case, ...], str]:
-    """The cases of `cases_file`, then the profile's own; and where they came from."""
+    """The cases of `cases_file` and then those of the profile, and their origin."""
     if file.cases_file is None:
         shared, shared_shown = shipped_directory() / CASES_FILE, f"profiles/{CASES_FILE}"
     else:
@@ -209,7 +209,7 @@ def _read_cases(file: ProfileFile, path: Path, shown: str) -> tuple[tuple[Case, 
 
 
 def _with_ids(case: Case, tokenizer: Path | None) -> Case:
-    """The case with its text encoded where its ids are not frozen."""
+    """The case with its text encoded if it has no ids."""
     if case.input_ids or case.text is None:
         return case
     return case.model_copy(update={"input_ids": tuple(encode(case.text, tokenizer))})

@@ -1,7 +1,7 @@
 """Pydantic models of a profile's file, a case and a resolved profile: frozen, no unknown keys.
 
-Follows SPEC section 7 for the cases. `[numerics]` holds what decides the bits, the top level what
-does not. Left out: where a missing value comes from, see `resolve`.
+Follows SPEC section 7 for the cases. Settings that affect results are in `[numerics]`, others at
+the top level. Left out: defaults of missing values (`resolve`).
 """
 
 from collections.abc import Mapping
@@ -37,10 +37,10 @@ class _Frozen(BaseModel):
 
 
 class Expect(_Frozen):
-    """What other engines published for the next token after a case (an anchor).
+    """Published figures of other engines for the next token after a case (an anchor).
 
-    id: the token; logprob: lowest and highest published log-probability of it, in nats; margin: its
-    published lead in nats over the token runner_up; within: the tolerance in nats for both.
+    id: the token; logprob: lowest and highest published log-probability, in nats; margin: its
+    distance in nats to the token runner_up; within: tolerance in nats for both.
     """
 
     id: Count
@@ -61,11 +61,11 @@ class Expect(_Frozen):
 
 
 class Case(_Frozen):
-    """One prompt: its frozen ids, the text they stand for, what follows, the file of its recording.
+    """One prompt with frozen token ids, decode steps, and the file name of its recording.
 
-    input_ids: the prompt, never empty in a resolved profile; text: for people, may be missing;
-    decode: main-stack decode steps after the prefill; decode_ids: their ids where they are fixed
-    (else greedy); file: the recording's bare file name; expect: published figures, anchors only.
+    input_ids: the prompt, never empty in a resolved profile; text: informative, may be missing;
+    decode: main-stack decode steps after the prefill; decode_ids: their ids if they are fixed (else
+    greedy); file: the recording's name without directory; expect: published figures, anchors only.
     """
 
     id: Annotated[str, PlainValidator(setting_values.case_id)]
@@ -80,7 +80,7 @@ class Case(_Frozen):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: object) -> object:
-        """The recording's name follows the id, the number of steps the fixed ids."""
+        """Defaults: the file name from the id, the number of decode steps from their ids."""
         if not isinstance(data, dict):
             return data
         filled = dict(data)
@@ -107,8 +107,8 @@ class Case(_Frozen):
 class CheckpointSettings(_Frozen):
     """Where the checkpoint comes from: a directory, `synth`, or a repository in the local cache.
 
-    config: a shipped description ("nano", "flash") or a config.json, what the model looks like
-    before there is a checkpoint; revision: branch, tag or commit of the repository.
+    config: a shipped configuration ("nano", "flash") or a config.json, used without a checkpoint;
+    revision: branch, tag or commit of the repository.
     """
 
     config: PathText | None = None

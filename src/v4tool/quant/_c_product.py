@@ -1,8 +1,8 @@
 """C backend of `linear`: packs x, splits the weight's rows among threads, calls `_kernel.c`.
 
 x is packed once into the order in which the kernel reads it. Each thread reads the rows of the
-weight that it multiplies, so that they are still in its second-level cache. The kernel takes raw
-addresses: this module checks dtypes, shapes and layout, and keeps the tensors alive.
+weight that it multiplies, so that they are in its L2 cache. The kernel takes raw addresses: this
+module checks dtypes, shapes and strides, and keeps the tensors alive.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from v4tool.quant.formats import E4M3, E8M0, e4m3_encode
 from v4tool.threads import ScratchBuffers, parallel_for
 
 _FP4, _FP8, _BF16, _F32, _BF16_BY_K = range(5)  # enum kind
-_X_ROWS = 384  # packed at a time: bounds the memory; decoding the weight again costs little by then
-_W_ROWS = 128  # at most in one task
-_X_ROWS_SHARED = 32  # in one task, where the weight is a single tile, soon decoded again
-_FEW_X_ROWS = 32  # where fetching the weight, not multiplying, takes the time: then
-_LEAST = 1 << 22  # products in one task, if there are several
-_W_BYTES = 1 << 21  # at most in one task; fewer of them are fewer meetings of threads
+_X_ROWS = 384  # packed at a time: bounds memory; the weight is decoded again for each chunk
+_W_ROWS = 128  # most rows of the weight in a task
+_X_ROWS_SHARED = 32  # rows of x in a task if the weight is a single tile, cheap to decode again
+_FEW_X_ROWS = 32  # up to here reading the weight takes the time, so tasks are limited by _W_BYTES
+_LEAST = 1 << 22  # least number of products in a task if there are several tasks
+_W_BYTES = 1 << 21  # most bytes of the weight in a task; larger tasks synchronise threads less
 
 _E4M3 = E4M3.double()
 _E8M0 = E8M0.double()
@@ -36,7 +36,7 @@ _scratch = ScratchBuffers()
 
 @dataclass(frozen=True)
 class _X:
-    """Some rows of x, packed: the memory that holds them; scale and wide for FP4 weights only."""
+    """Packed rows of x for the kernel. scale, wide: for FP4 weights only."""
 
     rows: int
     values: Tensor
@@ -46,9 +46,9 @@ class _X:
 
 @dataclass(frozen=True)
 class _W:
-    """A weight as the kernel takes it; scale codes if it is quantised, a table of values if FP8.
+    """A weight for the kernel. scale: codes, if quantised; table: of values, if FP8.
 
-    rows(start, stop): the codes of those rows, until the next call in the same thread.
+    rows(start, stop): the codes of these rows, valid until the next call in the same thread.
     """
 
     kind: int
@@ -60,7 +60,7 @@ class _W:
 
     @classmethod
     def of(cls, w: Weight, table: Tensor | None, x_rows: int) -> Self:
-        """A quantised weight, to be multiplied with so many rows of x."""
+        """Wrap a quantised weight for a product with `x_rows` rows of x."""
         if isinstance(w, StoredWeight) and x_rows > _X_ROWS:
             w = w.whole()
         kind, row_bytes = (_FP4, w.shape[1] // 2) if w.kind == "fp4" else (_FP8, w.shape[1])
@@ -89,7 +89,7 @@ def plain(x: Tensor, w: Tensor, threads: int) -> Tensor:
     row_bytes = w.shape[1] * w.element_size()
     weight = _W(kind, (w.shape[0], w.shape[1]), row_bytes, _rows_of(w))
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.float64)
-    single = w.shape[0] <= _kernel.TILE  # nothing but x can be shared out
+    single = w.shape[0] <= _kernel.TILE  # one tile: only the rows of x can be divided
     chunks = _chunks(x, out, _X_ROWS_SHARED if single else _X_ROWS)
     worth_it = min(x.shape[0], _X_ROWS_SHARED) * w.numel() >= _LEAST
     outer, inner = (threads if worth_it else 1, 1) if single else (1, threads)
@@ -103,7 +103,7 @@ def plain(x: Tensor, w: Tensor, threads: int) -> Tensor:
 
 
 def batched(x: Tensor, w: Tensor) -> Tensor:
-    """BF16 [S, M, K] times BF16 [S, N, K], each of the S by itself -> binary64 [S, M, N]."""
+    """Batched product: BF16 [S, M, K] times BF16 [S, N, K] -> binary64 [S, M, N]."""
     count, m, k = x.shape
     n = w.shape[1]
     out = torch.empty(count, m, n, dtype=torch.float64)
@@ -127,7 +127,7 @@ def grouped(x: Tensor, w: Weight, threads: int) -> Tensor:
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
     groups = x.shape[1]
     per_group = w.shape[0] // groups
-    # whole groups are shared out if there are enough of them: fewer meetings of threads
+    # divide among threads by groups if there are enough of them: threads synchronise less
     outer, inner = (threads, 1) if groups >= 2 * threads else (1, threads)
     for some, result in _chunks(x, out):
 
@@ -140,7 +140,7 @@ def grouped(x: Tensor, w: Weight, threads: int) -> Tensor:
 
 
 def _chunks(x: Tensor, out: Tensor, most: int = _X_ROWS) -> list[tuple[Tensor, Tensor]]:
-    """Rows of x that are packed at a time, as equal in number as can be, with those of out."""
+    """Chunks of at most `most` rows of x, nearly equal in size, with the same rows of out."""
     chunks = -(-x.shape[0] // most)
     if chunks <= 1:
         return [(x, out)] * chunks
@@ -148,13 +148,13 @@ def _chunks(x: Tensor, out: Tensor, most: int = _X_ROWS) -> list[tuple[Tensor, T
 
 
 def _packed(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Bytes for x as the kernel reads it; one name for both dtypes, so that one of them is held."""
+    """Scratch bytes for packed x; one buffer for both dtypes, of which only one is in use."""
     padded = -(-columns // _kernel.BLOCK) * _kernel.BLOCK
     return _scratch.take("x", rows * padded * dtype.itemsize, torch.uint8)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x with its columns side by side, as the kernel reads it; its rows may lie apart."""
+    """x with contiguous columns, as the kernel requires; its rows may have any stride."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
@@ -189,10 +189,10 @@ def _pack_bf16(x: Tensor) -> _X:
 
 
 def _multiply(x: _X, w: _W, w_rows: range, out: Tensor, threads: int) -> None:
-    """out[:, w_rows] = x times those rows of w; out is contiguous, [rows of x, N]."""
+    """out[:, w_rows] = x times rows `w_rows` of w, transposed; out: contiguous [rows of x, N]."""
     tile = _kernel.TILE
     most = _W_BYTES // w.row_bytes if x.rows <= _FEW_X_ROWS else _W_ROWS
-    if threads > 1:  # enough for all to do, but nothing so small that to share it out costs more
+    if threads > 1:  # several tasks per thread, but none so small that scheduling dominates
         share = max(len(w_rows) // (4 * threads), _LEAST // (x.rows * w.shape[1]))
         most = min(most, share)
     step = max(tile, min(most // tile, -(-len(w_rows) // tile)) * tile)

@@ -1,15 +1,15 @@
 """NumPy backend of `linear`: decodes weights by table look-up and multiplies with a BLAS.
 
-A BLAS sums in an order of its own. That is of no consequence where no sum is rounded, and each such
-use is proved before it is made. For some stretch of K let l be the sum of |x|, m the largest |w|,
-and u and v units of x and w: powers of two that all those x and all those w are multiples of. Then
-every product, and so every partial sum in any order, is a multiple of u * v and at most l * m. If
-l * m <= 2^53 * u * v, binary64 holds them all exactly.
+A BLAS has its own order of summation, which does not matter if no partial sum is rounded; that is
+proved for each use. For a range of K let l be the sum of |x|, m the largest |w|, and u and v units
+of x and w: powers of two of which all those x and all those w are multiples. Then every product and
+every partial sum, in any order, is a multiple of u * v and at most l * m. If l * m <= 2^53 * u * v,
+all of them are exact in binary64.
 
-The bound is taken for each group along K and, by adding up, for all of K. Where it holds for all of
-K (nearly always for quantised x and weights) the product is one call. Where it holds for a group,
-the sums of the groups are one call each and are added in order. What is left, and everything with a
-NaN or an infinity in it, is summed one by one in the order of the definition.
+The bound is computed for each group along K and, as a sum, for all of K. If it holds for all of K
+(nearly always for quantised x and weights), the product is one BLAS call. If it holds for a group,
+the group's sums are one call, and the groups are added in order. The remaining sums, and all with a
+NaN or an infinity, are computed term by term in the order of the definition.
 """
 
 from collections.abc import Callable
@@ -31,31 +31,29 @@ from v4tool.threads import ScratchBuffers, parallel_for
 F64 = npt.NDArray[np.float64]
 U8 = npt.NDArray[np.uint8]
 
-threadpool_limits(1, user_api="blas")  # the workers are the threads; a BLAS's own would spin
+threadpool_limits(1, user_api="blas")  # parallel_for has the threads; a BLAS's own would spin
 
 _X_ROWS = 256
 _W_ROWS = 128
-_GROUPS = 16  # summed at a time where they are summed apart: bounds the memory
-_PRODUCTS, _SUMS = 2**16, 2**16  # at a time where they are summed one by one
-_LIMIT = 2.0**53 * (
-    1 - 2.0**-40
-)  # a little less than is allowed: the bounds themselves are rounded
+_GROUPS = 16  # groups per call if they are summed separately: bounds memory
+_PRODUCTS, _SUMS = 2**16, 2**16  # at a time, in sums term by term
+_LIMIT = 2.0**53 * (1 - 2.0**-40)  # a little below 2^53: the bounds themselves are rounded
 
 _E8M0: F64 = E8M0.double().numpy()
 _BYTES = E2M1[unpack_fp4(torch.arange(256, dtype=torch.uint8).unsqueeze(-1)).int()].double()
 _FP4_VALUES = (E8M0.double()[:, None, None] * _BYTES).numpy().view(np.complex128).ravel()
-"""[256 * scale + byte]: both values of a byte, side by side in the place of a complex number."""
+"""[256 * scale + byte]: the two values of a byte, stored as one complex number."""
 
 _scratch = ScratchBuffers()
 
 
 @dataclass(frozen=True)
 class _Operand:
-    """Rows of x or of w, [rows, groups, group] with zeros at the end, and what bounds their sums.
+    """Rows of x or w, [rows, groups, group], zero-padded, with bounds for the proof of exactness.
 
     size: for x the sum of the magnitudes of each group, [rows, groups]; for w the largest magnitude
-    of each group in any row, [groups]. unit: what the values of a group are multiples of, of the
-    same shape; infinite where all are zero.
+    of each group in any row, [groups]. unit: a power of two of which the values of a group are
+    multiples, of the same shape; infinite if all are zero.
     """
 
     values: F64
@@ -106,7 +104,7 @@ def _x_chunks(rows: int) -> list[slice]:
 
 
 def _multiply(x: _Operand, w: _Rows, w_rows: range, out: Tensor, threads: int) -> None:
-    """out[:, w_rows] = x times those rows of w."""
+    """out[:, w_rows] = x times rows `w_rows` of w, transposed."""
 
     def task(i: int) -> None:
         start = w_rows.start + i * _W_ROWS
@@ -123,16 +121,16 @@ def _multiply(x: _Operand, w: _Rows, w_rows: range, out: Tensor, threads: int) -
 
 
 def _grouped(x: Tensor, group: int) -> F64:
-    """[M, K] -> binary64 [M, groups, group], zeros at the end."""
+    """[M, K] -> binary64 [M, groups, group], zero-padded."""
     values = np.zeros((x.shape[0], -(-x.shape[1] // group), group))
     torch.from_numpy(values).view(x.shape[0], -1)[:, : x.shape[1]] = x
     return values
 
 
 def _unit(smallest: F64, bits: int, least: F64 | float) -> F64:
-    """A unit of values of so many bits, the smallest of which is given; infinity if none is.
+    """A unit of values with `bits` significant bits and this smallest magnitude; inf for inf.
 
-    least: a unit of all values in any case, that of subnormal ones.
+    least: lower bound of the unit, that of subnormal values.
     """
     unit = np.maximum(np.ldexp(1.0, np.frexp(smallest)[1] - bits), least)
     return np.where(np.isinf(smallest), np.inf, unit)
@@ -169,7 +167,7 @@ def _fp4_rows(w: QuantizedWeight) -> _Rows:
 
 
 def _fp8_rows(w: QuantizedWeight, table: Tensor, least: float) -> _Rows:
-    """table: the value of each scale and code; least: a unit of all of them in any case, or 0."""
+    """Reader of an FP8 weight. table: value of each scale and code; least: as of `_unit`, or 0."""
     codes, scale, flat = w.codes.numpy(), w.scale.numpy(), table.numpy().ravel()
     largest, unit = table[:, 0x7E].numpy()[scale], np.maximum(_E8M0[scale] * 2.0**-9, least)
 
@@ -186,7 +184,7 @@ def _fp8_rows(w: QuantizedWeight, table: Tensor, least: float) -> _Rows:
 
 
 def _index(codes: U8, scale: U8, group: int) -> npt.NDArray[np.int64]:
-    """256 * scale + code; [rows, K], [rows, groups] -> [rows, groups, group], 0 at the end."""
+    """256 * scale + code, code 0 as padding: [rows, K], [rows, groups] -> [rows, groups, group]."""
     missing = scale.shape[1] * group - codes.shape[1]
     padded = np.pad(codes, ((0, 0), (0, missing))) if missing else codes
     shifted = (scale.astype(np.int64) << 8)[..., None]
@@ -212,9 +210,9 @@ def _plain_rows(w: Tensor) -> _Rows:
 
 
 def _extremes(w: Tensor) -> tuple[F64, F64]:
-    """The largest and the smallest non-zero magnitude in each 128 columns of BF16 or F32 [rows, K].
+    """Largest and smallest non-zero magnitude in each 128 columns of BF16 or F32 [rows, K].
 
-    Without their signs the bits sort as the magnitudes, NaN above all.
+    Bits without the sign are ordered as magnitudes, NaN last.
     """
     as_int = torch.int32 if w.dtype == torch.float32 else torch.int16
     most = torch.iinfo(as_int).max
@@ -240,9 +238,9 @@ def _sums(x: _Operand, w: _Operand) -> F64:
 
 
 def _in_one(x: F64, w: F64) -> F64:
-    """Exact, so any order will do; + 0 because a sum of the definition is never -0."""
+    """One BLAS call, for exact sums; 0 is added because by definition a sum is never -0."""
     columns = x.shape[1] * x.shape[2]
-    # torch's BLAS: that of NumPy may let one thread wait for the other
+    # torch's BLAS: in NumPy's, threads may block each other
     x_rows, w_rows = (torch.from_numpy(a.reshape(-1, columns)) for a in (x, w))
     out: F64 = torch.mm(x_rows, w_rows.T).numpy()
     out += 0.0
@@ -250,7 +248,7 @@ def _in_one(x: F64, w: F64) -> F64:
 
 
 def _by_group(x: _Operand, w: _Operand) -> F64:
-    """The sums of the groups by BLAS where exact, one by one elsewhere; then added in order."""
+    """Sums of the groups by BLAS where exact, else term by term; then the groups in order."""
     inexact = ~(x.size * w.size <= _LIMIT * x.unit * w.unit)
     acc = np.zeros((x.values.shape[0], w.values.shape[0]))
     for start in range(0, x.values.shape[1], _GROUPS):
@@ -264,7 +262,7 @@ def _by_group(x: _Operand, w: _Operand) -> F64:
 
 
 def _one_by_one(x: F64, w: F64, where: npt.NDArray[np.bool_], sums: F64) -> None:
-    """sums[g, m] = x[g, m] times w[g] for each g, m that is marked, in increasing k.
+    """sums[g, m] = x[g, m] times w[g], in increasing k, for each g, m where `where` is true.
 
     x [groups, M, group], w [groups, group, R], where [groups, M], sums [groups, M, R].
     """
@@ -280,7 +278,7 @@ def _one_by_one(x: F64, w: F64, where: npt.NDArray[np.bool_], sums: F64) -> None
 
 
 def _all_one_by_one(x: F64, w: F64) -> F64:
-    """All of them, with some rows of x at a time whose sums stay in the cache."""
+    """As `_one_by_one` for all g, m; some rows of x at a time, so that sums stay in the cache."""
     x_k = torch.from_numpy(x).permute(2, 0, 1).contiguous().unsqueeze(-1)  # [group, groups, M, 1]
     w_k = torch.from_numpy(w).transpose(0, 1).contiguous().unsqueeze(2)  # [group, groups, 1, R]
     sums = torch.zeros(x.shape[0], x.shape[1], w.shape[2], dtype=torch.float64)

@@ -30,7 +30,7 @@ def grouped(x: Tensor, w: Weight, threads: int = 1) -> Tensor:
 
 
 def activation(codes: Tensor, scale: Tensor) -> Tensor:
-    """The values of x as act_quant gives it, [M, K] and [M, ceil(K / 128)]; binary64 [M, K]."""
+    """Values of x quantised by act_quant: codes [M, K], scale [M, ceil(K / 128)] -> F64 [M, K]."""
     scales = look_up(E8M0, scale).double().repeat_interleave(128, -1)
     return look_up(E4M3, codes).double() * scales[:, : codes.shape[1]]
 
@@ -41,7 +41,7 @@ def bf16_values(w: QuantizedWeight, groups: int) -> Tensor:
 
 
 def product(x: Tensor, w: Tensor, group: int) -> Tensor:
-    """The definition in `linear`, word for word; binary64 [M, K] and [N, K] -> [M, N]."""
+    """The definition in `linear`, literally: binary64 [M, K] and [N, K] -> [M, N]."""
     acc = x.new_zeros(x.shape[0], w.shape[0])
     w_t = w.t().contiguous()
     for start in range(0, x.shape[1], group):

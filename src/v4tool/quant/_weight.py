@@ -12,7 +12,7 @@ from v4tool.quant.formats import E2M1, E4M3, E8M0, look_up, unpack_fp4
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight as the checkpoint holds it (SPEC 2).
+    """A quantised weight as stored in the checkpoint (SPEC 2).
 
     kind "fp8": codes uint8 [N, K], scale uint8 [ceil(N / 128), ceil(K / 128)];
     kind "fp4": codes uint8 [N, K / 2], low nibble first, scale uint8 [N, ceil(K / 32)].
@@ -52,7 +52,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A quantised weight whose codes are still in their file; a product reads each row once.
+    """A quantised weight whose codes are read from the file during a product, each row once.
 
     shape: (N, K); scale, kind: as of a QuantizedWeight. read(start, stop): the codes of rows
     start ... stop-1, which the next call in the same thread overwrites.

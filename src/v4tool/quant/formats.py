@@ -1,9 +1,9 @@
 """Decoding and encoding of E2M1, E4M3 and E8M0: tables, bit operations (SPEC sections 2 and 3).
 
 E2M1 (FP4), E4M3 (FP8, the "fn" variant: no infinities, 0x7F and 0xFF are NaN) and E8M0 (scales,
-0xFF is NaN). Decoding is a table look-up over all codes; encoding is round to nearest, ties to
-the even code, written on binary64 so that it is exact for every FP32 and BF16 input. Left out:
-torch's own float8 casts, whose saturation and rounding differ from the release in places.
+0xFF is NaN). Decoding is a table look-up over all codes; encoding rounds to nearest, ties to the
+even code, in binary64, so that it is exact for every FP32 and BF16 input. torch's float8 casts are
+not used: their saturation and rounding differ from the release.
 """
 
 import torch

@@ -9,17 +9,17 @@ by definition
         for k in the group, in increasing order: g = g + x[k] * w[k]
         acc = acc + g
 
-in binary64, where x[k] and w[k] are the values themselves, scales included, and a group is what has
-one scale on both sides: 32 elements for FP4 weights, 128 for all others. The order depends on
-nothing else: not on threads, M, N or the machine. Each x[k] * w[k] is exact in binary64 (at most
-8 + 24 bits), so that it makes no difference whether it is fused with the addition, and so is
-every g of a quantised x and weight (at most 18 + 18 bits and 7 for the number of terms): there
-only the order of the groups matters. A sum is never -0, and every NaN is the one quiet NaN.
+in binary64, where x[k] and w[k] are the dequantised values, and a group is the range with one scale
+on both sides: 32 elements for FP4 weights, 128 for all others. The order does not depend on
+threads, M, N or the machine. Each x[k] * w[k] is exact in binary64 (at most 8 + 24 bits), so fused
+multiply-add gives the same bits; every g of a quantised x and weight is exact too (at most 18 + 18
+bits and 7 for the number of terms), so only the order of the groups matters. A sum is never -0, and
+every NaN has the same bits.
 
-There are three ways to compute it, equal bit for bit: the readable one (`_readable_product`), the C
-kernel (`_c_product`) and the one for an installation without compiler (`_numpy_product`).
-`accumulate = float32` is torch's own FP32 product of the same values, on the readable way only; its
-last bits depend on torch's build and threads.
+Three backends compute it, equal bit for bit: the readable one (`_readable_product`), the C kernel
+(`_c_product`) and one for installations without a compiler (`_numpy_product`). `accumulate =
+float32` is torch's FP32 product of the same values, in the readable backend only; its last bits
+depend on torch's build and threads.
 """
 
 from functools import cache
@@ -53,7 +53,7 @@ __all__ = [
 
 
 class _Backend(Protocol):
-    """One way to compute the products; see `_readable_product` for shapes and dtypes."""
+    """A backend of matrix products; see `_readable_product` for shapes and dtypes."""
 
     def quantized(self, x: Tensor, w: Weight, threads: int) -> Tensor: ...
 
@@ -64,7 +64,7 @@ class _Backend(Protocol):
 
 @cache
 def _extension_problem() -> str | None:
-    """Why the C kernel cannot be used, or None."""
+    """Why the C kernel cannot be imported, or None."""
     try:
         import_module("v4tool.quant._kernel")
     except ImportError as problem:
@@ -73,9 +73,9 @@ def _extension_problem() -> str | None:
 
 
 def backend_in_use(numerics: "Numerics") -> str:
-    """ "readable", "numpy" or "c": what the products will be computed by.
+    """The backend of matrix products: "readable", "numpy" or "c".
 
-    Raises V4ToolError for a backend that is asked for and cannot be had.
+    V4ToolError if the requested backend is not available.
     """
     asked = numerics.backend
     if numerics.accumulate == "float32":
@@ -96,7 +96,7 @@ def _backend(name: str) -> _Backend:
 
 
 def _backend_for(x: Tensor, numerics: "Numerics") -> _Backend:
-    """The product for x: away from the CPU only the readable one, which is plain torch."""
+    """The backend for x; on other devices than the CPU the readable one."""
     return _backend(backend_in_use(numerics) if x.device.type == "cpu" else "readable")
 
 
@@ -127,7 +127,7 @@ def linear_hi(x: Tensor, w: Tensor, numerics: "Numerics") -> Tensor:
 
 
 def batched_linear_hi(x: Tensor, w: Tensor, numerics: "Numerics") -> Tensor:
-    """`linear_hi` of every x with a w of its own.
+    """`linear_hi` of each x with its own w.
 
     BF16 [S, M, K] and BF16 [S, N, K] -> acc [S, M, N]. The C kernel takes all of them in one
     call, on one thread.
@@ -140,7 +140,7 @@ def batched_linear_hi(x: Tensor, w: Tensor, numerics: "Numerics") -> Tensor:
 
 
 def grouped_linear(x: Tensor, w: Weight, numerics: "Numerics") -> Tensor:
-    """The product with wo_a: each group has its own rows of the weight (SPEC 5, attention step 7).
+    """Product with wo_a: each group has its own rows of the weight (SPEC 5, attention step 7).
 
     BF16 [..., G, K] and FP8 [G * R, K] -> BF16 [..., G, R]. The weight is BF16(element * scale);
     x is not quantised.

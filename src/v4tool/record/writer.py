@@ -12,15 +12,18 @@ or time.
 
 Values are converted into a buffer of a fixed size, which is passed to the writing thread when it is
 full and reused when it is written: memory is allocated only at the start, and the threads
-synchronise once a buffer instead of once a tensor.
+synchronise once a buffer instead of once a tensor. For the same reason NaN and infinity are looked
+for once a buffer, in its sum; whoever is told of them (`inspect`) looks at single tensors.
 """
 
 import fcntl
 import hashlib
 import json
+import math
 import os
 import queue
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -47,14 +50,50 @@ def recorded(value: Tensor) -> torch.dtype:
     return torch.float32 if value.is_floating_point() else value.dtype
 
 
+Inspect = Callable[[str, Tensor], None]
+"""Called with a name and a value that may hold NaN or infinity."""
+
+
+def _ignore(name: str, value: Tensor) -> None:
+    """An `Inspect` that accepts everything."""
+
+
 class _Buffer:
-    """One buffer, viewed as bytes and as elements of every recorded dtype; `filled` in bytes."""
+    """One buffer, viewed as bytes and as elements of every recorded dtype; `filled` in bytes.
+
+    floats: the ranges of elements that are floats, adjacent ones merged.
+    """
 
     def __init__(self) -> None:
         memory = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
         self.bytes = memory.numpy().data
         self.elements = {dtype: memory.view(dtype) for dtype in DTYPES}
         self.filled = 0
+        self.floats: list[list[int]] = []
+
+    def append(self, value: Tensor, dtype: torch.dtype) -> None:
+        """Convert a value that fits into the rest of the buffer."""
+        start = self.filled // dtype.itemsize
+        stop = start + value.numel()
+        self.elements[dtype][start:stop].view(value.shape).copy_(value)
+        self.filled = stop * dtype.itemsize
+        if dtype == torch.float32:
+            if self.floats and self.floats[-1][1] == start:
+                self.floats[-1][1] = stop
+            else:
+                self.floats.append([start, stop])
+
+    def all_finite(self) -> bool:
+        """Whether the floats' sums are finite, hence all of them; large values may add up to
+        infinity.
+        """
+        values = self.elements[torch.float32]
+        return all(math.isfinite(values[a:b].sum().item()) for a, b in self.floats)
+
+    def clear(self) -> None:
+        """Make room for other values."""
+        self.filled = 0
+        self.floats.clear()
 
 
 class RecordingWriter:
@@ -62,11 +101,19 @@ class RecordingWriter:
 
     path: the final name. most_tensors: upper bound of the number of tensors, to reserve space for
     the header. metadata: strings of `__metadata__`; `close` adds `payload_sha256`. force: replace
-    an existing file. Raises OutputError if the file cannot be written, exists, or is being written.
+    an existing file. inspect: called, in the order of `put`, with tensors of which a sum is not
+    finite and with those that span buffers; what it raises comes out of `put`, `look` or `close`.
+    Raises OutputError if the file cannot be written, exists, or is being written.
     """
 
     def __init__(
-        self, path: Path, most_tensors: int, metadata: dict[str, str], *, force: bool = False
+        self,
+        path: Path,
+        most_tensors: int,
+        metadata: dict[str, str],
+        *,
+        force: bool = False,
+        inspect: Inspect = _ignore,
     ) -> None:
         self.path, self.partial = path, path.with_name(path.name + ".partial")
         self.metadata = dict(metadata)
@@ -80,6 +127,8 @@ class RecordingWriter:
         self._odd: tuple[str, Tensor] | None = None
         self._sha = hashlib.sha256()
         self._error: OSError | None = None
+        self._inspect = inspect
+        self._not_looked_at: list[tuple[str, int, torch.Size]] = []
         self._buffer = _Buffer()
         self._buffers = 1
         self._full: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
@@ -128,6 +177,8 @@ class RecordingWriter:
         elif value.numel() % 2 == 0:
             self._write(name, value)
         elif self._odd is None:
+            self.look()
+            self._inspect(name, value)
             self._odd = (name, value.clone())
         else:
             pair, self._odd = self._odd, None
@@ -144,22 +195,32 @@ class RecordingWriter:
         }
         self._offset += nbytes
         if self._buffer.filled + nbytes <= BUFFER_BYTES:
-            self._convert(value, dtype)
+            if dtype == torch.float32:
+                self._not_looked_at.append((name, self._buffer.filled // 4, value.shape))
+            self._buffer.append(value, dtype)
             return
+        self.look()
+        self._inspect(name, value)
         flat = value.flatten()
         while len(flat):
             if self._buffer.filled == BUFFER_BYTES:
                 self._submit()
             room = (BUFFER_BYTES - self._buffer.filled) // dtype.itemsize
-            self._convert(flat[:room], dtype)
+            self._buffer.append(flat[:room], dtype)
             flat = flat[room:]
 
-    def _convert(self, value: Tensor, dtype: torch.dtype) -> None:
-        """Append a value to the current buffer, in which it fits."""
-        start = self._buffer.filled // dtype.itemsize
-        target = self._buffer.elements[dtype][start : start + value.numel()]
-        target.view(value.shape).copy_(value)
-        self._buffer.filled += value.numel() * dtype.itemsize
+    def look(self) -> None:
+        """Pass what came since the last look to `inspect`, if there may be NaN or infinity in it.
+
+        Called before a buffer is submitted; values must be told in order with others that are not
+        recorded.
+        """
+        seen, self._not_looked_at = self._not_looked_at, []
+        if not seen or self._buffer.all_finite():
+            return
+        values = self._buffer.elements[torch.float32]
+        for name, start, shape in seen:
+            self._inspect(name, values[start : start + shape.numel()].view(shape))
 
     def _submit(self) -> None:
         """Pass the current buffer to the writing thread and take a free or new one."""
@@ -182,7 +243,7 @@ class RecordingWriter:
                     begun = self._begin_write_back(begun)
             except OSError as error:
                 self._error = error
-            buffer.filled = 0
+            buffer.clear()
             self._free.put(buffer)
 
     def _begin_write_back(self, begun: int) -> int:
@@ -205,6 +266,7 @@ class RecordingWriter:
         """
         for name, value in [*self._last, *([self._odd] if self._odd else [])]:
             self._write(name, value)
+        self.look()
         self._full.put(self._buffer)
         self._stop()
         self._raise_error()

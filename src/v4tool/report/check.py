@@ -1,4 +1,4 @@
-"""How a check's findings, identities and the port's rows are shown."""
+"""Lines and tables of the commands `check` and `regen`."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ MOST_FINDINGS = 200
 
 
 def finding_lines(result: "CheckResult") -> Iterator[str]:
-    """Every finding in a line, errors first; how many more there are where there are very many."""
+    """One line per finding, errors first; at most MOST_FINDINGS, then the number of the others."""
     ordered = sorted(result.findings, key=lambda finding: finding.severity)
     for finding in ordered[:MOST_FINDINGS]:
         prefix = "note: " if finding.severity == "note" else ""
@@ -30,7 +30,7 @@ def finding_lines(result: "CheckResult") -> Iterator[str]:
 
 
 def summary_table(results: Iterable["CheckResult"]) -> Table:
-    """One line a recording."""
+    """One row per recording: keys, covered keys, findings, bytes read, time, result."""
     right = ("keys", "covered", "findings", "read", "time")
     table = plain_table("recording", "keys", "covered", "findings", "read", "time", "result",
                         right=right, spare=("read", "time", "covered", "keys"))  # fmt: skip
@@ -48,7 +48,7 @@ def summary_table(results: Iterable["CheckResult"]) -> Table:
 
 
 def identities_table(explanation: "Explanation") -> Table:
-    """Every identity, what it takes and how many keys it covers."""
+    """One row per identity: number of keys it covers, what it needs, its condition."""
     table = plain_table(
         "identity", "keys", "needs", "says", right=("keys",), spare=("needs", "says"),
         prose=("says",),
@@ -59,7 +59,7 @@ def identities_table(explanation: "Explanation") -> Table:
 
 
 def weights_only_table(explanation: "Explanation") -> Table:
-    """The keys that no identity covers without weights."""
+    """The keys that no identity covers without the checkpoint, with counts."""
     table = plain_table("covered by weights only (check --deep, verify)", "keys", right=("keys",))
     for name, count in explanation.only_weights.items():
         table.add_row(name, str(count))
@@ -67,9 +67,9 @@ def weights_only_table(explanation: "Explanation") -> Table:
 
 
 def port_table(rows: Iterable["PortRow"]) -> Table:
-    """What the port's self-check saw."""
+    """One row per check of the port's self-test: result, time, details."""
     table = plain_table(
-        "check", "result", "time", "seen", right=("time",), spare=("time",), prose=("seen",)
+        "check", "result", "time", "details", right=("time",), spare=("time",), prose=("details",)
     )
     for row in rows:
         table.add_row(row.name, row.status, seconds(row.seconds), row.detail)
@@ -77,7 +77,7 @@ def port_table(rows: Iterable["PortRow"]) -> Table:
 
 
 def anchors_table(rows: Iterable["AnchorRow"]) -> Table:
-    """The published next tokens beside those found; log-probabilities in nats."""
+    """Published and computed next token per case; log-probabilities in nats."""
     right = ("expected id", "found id", "log-probability")
     table = plain_table("anchor", "expected id", "found id", "published", "log-probability",
                         "margin", "result", right=right,
@@ -97,19 +97,19 @@ def anchors_table(rows: Iterable["AnchorRow"]) -> Table:
 
 
 def plan_table(planned: Iterable["Planned"]) -> Table:
-    """What `regen` would do with each case."""
+    """What `regen` would do with each case: record it again or skip it, and why."""
     table = plain_table(
         "case", "tokens", "file", "would be", right=("tokens",), spare=("tokens", "file"),
         prose=("would be",),
     )  # fmt: skip
     for one in planned:
-        fate = f"left alone: {one.left_alone}" if one.left_alone else "made anew"
+        fate = f"skipped: {one.left_alone}" if one.left_alone else "recorded again"
         table.add_row(one.entry.id, str(one.entry.length), one.entry.file, fate)
     return table
 
 
 def regen_table(results: Iterable["RegenResult"]) -> Table:
-    """Which references came out the same, passed, and took the old one's place."""
+    """One row per case: whether payloads are equal, results of check and verify, file replaced."""
     table = plain_table(
         "case", "payload", "check", "verify", "old reference", "file",
         spare=("file", "old reference"), prose=("file",),

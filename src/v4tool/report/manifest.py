@@ -1,4 +1,4 @@
-"""What a manifest says of the recordings of a directory, as tables."""
+"""Tables of a manifest: recordings, verification results and coverage (`list cases`)."""
 
 from rich.table import Table
 
@@ -8,7 +8,7 @@ from v4tool.report.units import seconds, size
 
 
 def recordings_table(manifest: Manifest) -> Table:
-    """One line a recording: what it holds, how it was made, what has been verified of it."""
+    """One row per recording: size, payload hash, numerics, time, memory, verification."""
     right = ("tokens", "decode", "tensors", "payload", "time", "peak memory")
     table = plain_table(
         "recording", "tokens", "decode", "tensors", "payload", "payload sha256", "numerics",
@@ -32,7 +32,7 @@ def recordings_table(manifest: Manifest) -> Table:
 
 
 def verified(entry: Entry) -> str:
-    """What `verify` found of a recording, in a few words."""
+    """The result of the last verification in a few words; "not yet" without one."""
     if entry.verification is None:
         return "not yet"
     found = entry.verification
@@ -41,7 +41,7 @@ def verified(entry: Entry) -> str:
 
 
 def coverage_table(manifest: Manifest) -> Table:
-    """Which paths of the model each recording's prompt reaches."""
+    """One row per recording: blocks, window, top-k, SwiGLU clamp and experts its prompt reaches."""
     right = ("clamp hits", "experts, least", "experts, most")
     table = plain_table(
         "coverage", "blocks of 4", "blocks of 128", "window", "top-k", "clamp hits",
@@ -65,6 +65,6 @@ def coverage_table(manifest: Manifest) -> Table:
 
 
 def blocks(entry: Entry, ratio: str) -> str:
-    """Complete blocks of a ratio, and the tokens after the last one: `8 + 1`."""
+    """Complete blocks of a ratio and the tokens after the last one: `8 + 1`."""
     found = entry.coverage.blocks.get(ratio)
     return f"{found.complete} + {found.trailing}" if found else ""

@@ -1,4 +1,4 @@
-"""The tables that the commands print to stdout."""
+"""Tables of the commands `dump` and `list`, and functions to print tables to stdout."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -32,12 +32,12 @@ __all__ = [
 
 
 def shape_text(shape: Iterable[int | None]) -> str:
-    """`[1, 6, 4096]`; rows that depend on the data as `n`."""
+    """A shape as text, `[1, 6, 4096]`; sizes that depend on the data as `n`."""
     return "[" + ", ".join("n" if n is None else str(n) for n in shape) + "]"
 
 
 def keys_lines(keys: Keys) -> str:
-    """Keys with dtype, shape and what kind of value they hold, a line each."""
+    """One line per key: dtype, shape, kind of values (bf16, acc, int)."""
     return lines(
         ("key", "dtype", "shape", "values"),
         ((key, spec.dtype, shape_text(spec.shape), spec.kind) for key, spec in keys.items()),
@@ -46,7 +46,7 @@ def keys_lines(keys: Keys) -> str:
 
 
 def cases_table(profile: "Profile") -> Table:
-    """The cases of a profile."""
+    """One row per case of a profile: tokens, decode steps, file, subject."""
     table = plain_table(
         "case", "tokens", "decode", "file", "subject", right=("tokens", "decode"),
         spare=("decode", "file", "subject"), prose=("subject",),
@@ -57,7 +57,7 @@ def cases_table(profile: "Profile") -> Table:
 
 
 def layers_table(config: "ModelConfig") -> Table:
-    """Every layer with its kind: ratio, routing, base keys of a long prefill."""
+    """One row per layer: ratio, attention, routing, number of base keys of a long prefill."""
     table = plain_table(
         "layer", "ratio", "attention", "routing", "base keys", right=("base keys",),
         spare=("routing", "attention"), prose=("attention",),
@@ -74,14 +74,14 @@ def layers_table(config: "ModelConfig") -> Table:
 
 
 def attention_kind(ratio: int) -> str:
-    """What a layer with this ratio attends to."""
+    """The attention kind of a layer with this compression ratio, in words."""
     if ratio == 0:
         return "window"
     return f"window + blocks of {ratio}" + (", chosen by an indexer" if ratio == 4 else "")
 
 
 def tensors_lines(specs: Mapping[str, "TensorSpec"]) -> str:
-    """The checkpoint's layout, a line a tensor."""
+    """One line per tensor of a checkpoint's layout: dtype, shape, shard."""
     return lines(
         ("tensor", "dtype", "shape", "shard"),
         (
@@ -93,7 +93,7 @@ def tensors_lines(specs: Mapping[str, "TensorSpec"]) -> str:
 
 
 def status_lines(rows: Iterable["TensorStatus"]) -> str:
-    """The layout beside what a checkpoint has, a line a tensor."""
+    """One line per tensor: status, what the layout expects, what the checkpoint has."""
     return lines(
         ("tensor", "status", "expected", "found"),
         (
@@ -109,7 +109,7 @@ def status_lines(rows: Iterable["TensorStatus"]) -> str:
 
 
 def profiles_table(profiles: Iterable["Profile"]) -> Table:
-    """The shipped profiles."""
+    """One row per shipped profile."""
     table = plain_table(
         "profile", "summary", "cases", right=("cases",), spare=("cases",), prose=("summary",)
     )
@@ -119,7 +119,7 @@ def profiles_table(profiles: Iterable["Profile"]) -> Table:
 
 
 def settings_table(profile: "Profile") -> Table:
-    """One profile's settings and where each value came from."""
+    """One row per setting of a profile: its value and where it comes from."""
     table = plain_table(profile.name, "value", "from", spare=("from",), prose=("value", "from"))
     for key, value, origin in profile.settings():
         table.add_row(key, value, origin)
@@ -127,7 +127,7 @@ def settings_table(profile: "Profile") -> Table:
 
 
 def dump_table(results: Iterable["DumpResult"]) -> Table:
-    """What a dump has written."""
+    """One row per recording written: tokens, tensors, experts, payload, hash, file."""
     right = ("tokens", "tensors", "experts", "payload")
     table = plain_table(
         "case", "tokens", "tensors", "experts", "payload", "payload sha256", "file", right=right,
@@ -143,7 +143,7 @@ def dump_table(results: Iterable["DumpResult"]) -> Table:
 
 
 def dump_line(results: Sequence["DumpResult"]) -> str:
-    """Time, bytes read and memory of a pass, in one line."""
+    """Time, bytes read and peak memory of a dump in one line."""
     last = results[-1]
     return (
         f"{len(results)} case{'s' if len(results) > 1 else ''} in {seconds(last.seconds)}, "
@@ -151,8 +151,18 @@ def dump_line(results: Sequence["DumpResult"]) -> str:
     )
 
 
+def not_finite_lines(results: Iterable["DumpResult"]) -> list[str]:
+    """Of every case with NaN or infinity how many keys have one, and what the first one has."""
+    return [
+        f"case {result.case.id}: NaN or infinity in {result.not_finite} keys, "
+        f"first {result.first_not_finite}"
+        for result in results
+        if result.not_finite
+    ]
+
+
 def keys_line(config: "ModelConfig", keys: Keys, length: int) -> str:
-    """How many keys there are, and how large the payload of a recording of them is."""
+    """Number of keys, and the payload size of a recording that has them, in one line."""
     base = sum(not is_expert(key) for key in keys)
     payload = size(payload_bytes(config, keys, length))
     return f"{base} keys besides the routed experts', payload {payload}"

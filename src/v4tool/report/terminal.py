@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import IO
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -27,15 +28,18 @@ GAP = 2
 """Columns between two columns of a table."""
 
 
-def terminal_width() -> int | None:
-    """Columns of stdout; None for a file or a pipe without `COLUMNS` in the environment."""
+def terminal_width(stream: IO[str] | None = None) -> int | None:
+    """Columns of a stream (default: stdout); None for a file or a pipe without `COLUMNS` in the
+    environment.
+    """
+    stream = stream or sys.stdout
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns):
         return int(columns)
-    if sys.stdout is None or not sys.stdout.isatty():
+    if stream is None or not stream.isatty():
         return None
     try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns or UNKNOWN
+        return os.get_terminal_size(stream.fileno()).columns or UNKNOWN
     except OSError:
         return UNKNOWN
 
@@ -55,7 +59,7 @@ def total(widths: Iterable[int]) -> int:
 def left_out(widths: Mapping[str, int], spare: Sequence[str], available: int) -> list[str]:
     """The columns of `spare`, in that order, without which the others fit as far as they can."""
     kept, gone = dict(widths), list[str]()
-    for name in spare:
+    for name in (name for name in spare if name in kept):
         if total(kept.values()) <= available:
             break
         del kept[name]

@@ -1,4 +1,4 @@
-"""Numbers for people."""
+"""Formatting of byte counts and durations."""
 
 
 def size(count: float) -> str:

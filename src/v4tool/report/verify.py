@@ -1,4 +1,4 @@
-"""What verifying found: tables and a tree for the terminal, JSON and JUnit XML for machines.
+"""Results of `verify`: tables and a tree for the terminal, and reports as JSON or JUnit XML.
 
 The HTML page is in `verify_html`. `write_report` chooses by the file's suffix.
 """
@@ -31,7 +31,7 @@ KEYS_SHOWN = 40
 
 
 def write_report(results: Sequence[VerifyResult], path: Path) -> None:
-    """Write all results as `.json`, `.xml` (JUnit) or `.html`; whole or not at all.
+    """Write all results as `.json`, `.xml` (JUnit) or `.html`, by way of a partial file.
 
     InputError for another suffix, OutputError where the file cannot be written.
     """
@@ -54,7 +54,7 @@ def write_report(results: Sequence[VerifyResult], path: Path) -> None:
 
 
 def check_report_path(path: Path) -> None:
-    """Refuse, before anything is computed, a report that could not be written in the end."""
+    """Check a report's suffix, and for HTML that matplotlib is installed; InputError otherwise."""
     if path.suffix not in SUFFIXES:
         raise InputError(f"--report {path}: expected {', '.join(SUFFIXES)}, found {path.suffix!r}")
     if path.suffix == ".html":
@@ -64,12 +64,12 @@ def check_report_path(path: Path) -> None:
 
 
 def as_json(results: Iterable[VerifyResult]) -> str:
-    """A list of results with every comparison."""
+    """The results with every comparison, as a JSON list."""
     return json.dumps([r.as_dict() for r in results], indent=1, ensure_ascii=False, allow_nan=False)
 
 
 def as_junit(results: Iterable[VerifyResult]) -> str:
-    """One suite a recording, one case a compared key; findings are cases of their own."""
+    """JUnit XML: one suite per recording, one test case per compared key and per finding."""
     root = ET.Element("testsuites", name="v4tool verify")
     for result in results:
         root.append(_suite(result))
@@ -115,7 +115,7 @@ def _case(node: NodeResult, comparison: Comparison) -> ET.Element:
 
 
 def figures(comparison: Comparison) -> str:
-    """The numbers of one failing key in one line."""
+    """The statistics of one failing key in one line."""
     if comparison.status in ("shape", "dtype", "error"):
         return comparison.note
     parts = [
@@ -140,7 +140,7 @@ def figures(comparison: Comparison) -> str:
 
 
 def summary_table(results: Iterable[VerifyResult]) -> Table:
-    """One line a recording."""
+    """One row per recording: nodes run, checks passed, keys compared, equal bits, time, result."""
     table = plain_table(
         "recording", "mode", "nodes", "checks", "keys", "bit-equal", "time", "result",
         right=("nodes", "checks", "keys", "bit-equal", "time"),
@@ -162,7 +162,7 @@ def summary_table(results: Iterable[VerifyResult]) -> Table:
 
 
 def result_tree(result: VerifyResult) -> Tree:
-    """Everything that is wrong with one recording: verdict, findings, failing nodes by block."""
+    """The failures of one recording as a tree: verdict, findings, failing nodes by block."""
     tree = Tree(Text(Path(result.recording).name, "bold"))
     if result.verdict is not None:
         tree.add(Text(result.verdict.sentence(), "bold red"))
@@ -191,7 +191,7 @@ def _more(tree: Tree, count: int, what: str) -> None:
 
 
 def notes(result: VerifyResult) -> list[str]:
-    """What a reader should know of how the recording was judged."""
+    """Remarks on the comparison: statuses other than equal, tolerance, restrictions."""
     lines = []
     for status, count in counted(result.nodes).items():
         if status not in ("equal", "missing"):
@@ -206,7 +206,7 @@ def notes(result: VerifyResult) -> list[str]:
 
 
 def kinds_table(result: VerifyResult) -> Table:
-    """How often each kind of node ran, how many keys it judged, and how."""
+    """One row per node: runs, keys compared, equal, wrong, not judged, seconds."""
     table = plain_table(
         "node", "runs", "keys", "equal", "wrong", "not judged", "seconds",
         right=("runs", "keys", "equal", "wrong", "not judged", "seconds"),
@@ -230,7 +230,7 @@ def kinds_table(result: VerifyResult) -> Table:
 
 
 def nodes_table(infos: Iterable[NodeInfo]) -> Table:
-    """What `list nodes` shows: every node with the keys that it judges."""
+    """One row per node of a description: number of keys, outputs, summary (`list nodes`)."""
     table = plain_table(
         "node", "keys", "outputs", "summary", right=("keys",), spare=("summary", "outputs"),
         prose=("outputs", "summary"),

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a verification: a heat map layers x nodes, error strips, figures.
+"""Report of `verify` as one HTML page: heat map of blocks x keys, errors per token, tables.
 
 The plots are drawn by matplotlib (the extra `report`) and put inline as SVG; the page needs no
 network and no script. Left out: comparisons that passed, beyond their cell in the map.
@@ -29,7 +29,7 @@ COLOURS = {
     "differs": "#ffb300",
     "wrong": "#c62828",
 }
-"""What a cell of the map says, from best to worst."""
+"""Colours of the heat map's cells, from best to worst."""
 NOTHING = "#ffffff"
 STRIPS = 40
 """Failing keys whose errors are drawn token by token."""
@@ -46,7 +46,7 @@ width: 1em; height: 1em; margin: 0 .3em 0 1em; vertical-align: -2px; border: 1px
 
 
 def require_plots() -> None:
-    """Refuse an HTML report where matplotlib is not installed."""
+    """Raise InputError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -56,7 +56,7 @@ def require_plots() -> None:
 
 
 def page(results: Sequence[VerifyResult]) -> str:
-    """The page as text, UTF-8."""
+    """The page as text, to be written as UTF-8."""
     require_plots()
     body = "\n".join(_section(result) for result in results)
     return (
@@ -112,7 +112,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def level(comparison: Comparison) -> int:
-    """Which of COLOURS a key gets, by its position."""
+    """Index into COLOURS for a comparison."""
     if comparison.status == "equal":
         return 0
     if not comparison.judged:
@@ -123,7 +123,7 @@ def level(comparison: Comparison) -> int:
 
 
 def column_of(key: str) -> str:
-    """The column of a key: its name inside the block, routed experts as one."""
+    """The heat map's column of a key: its name inside the block, routed experts as one."""
     inner = re.sub(r"^(decode\.\d+\.)?(layers\.\d+\.)?|^mtp\.\d+\.\w+\.", "", key)
     return re.sub(r"experts\.\d+\.", "experts.*.", inner)
 
@@ -146,7 +146,7 @@ def cells(
 
 
 def _maps(result: VerifyResult) -> list[str]:
-    """A map for the prefill with MTP, and one for every decode step."""
+    """One heat map for the prefill with MTP, and one per decode step."""
     passes: dict[str, list[NodeResult]] = {}
     for node in result.nodes:
         if node.comparisons:
@@ -216,7 +216,7 @@ def _strip_figure(failing: Sequence[Comparison]) -> "Figure":
 
 
 def _svg(figure: "Figure") -> str:
-    """A figure as inline SVG with its text as text, the same bytes for the same data."""
+    """A figure as inline SVG, text kept as text; equal data give equal bytes."""
     import matplotlib
 
     out = io.StringIO()

@@ -1,4 +1,4 @@
-"""What `--version` says."""
+"""Output of `--version`: versions of v4tool, Python and torch, and the backend."""
 
 import platform
 
@@ -6,7 +6,7 @@ from v4tool.version import __version__
 
 
 def version_lines(verbose: bool) -> list[str]:
-    """The version; verbose: Python, torch and which matrix product is in use."""
+    """v4tool's version; verbose: also of Python and torch, and the backend of matrix products."""
     lines = [f"v4tool {__version__}"]
     if verbose:
         import torch

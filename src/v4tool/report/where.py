@@ -1,4 +1,4 @@
-"""Shows which source lines compute a key (`list keys KEY --where`)."""
+"""Output of `list keys KEY --where`: the source lines that compute a key."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +12,13 @@ NO_NODE = ("vt", "-", "-", "no node: token ids are an input")
 
 
 def file_name(path: Path) -> str:
-    """The file as an editor finds it from here: relative to the working directory if below it."""
+    """The file's path, relative to the working directory if it is below it."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def key_lines(found: "KeyLines") -> str:
-    """The port's line, the calls that lead to it, and the node of `model.vt`, a line each."""
+    """The port's line, the calls that lead to it, and the node of `model.vt`, one line each."""
 
     def row(title: str, line: "SourceLine") -> tuple[str, ...]:
         return title, f"{file_name(line.path)}:{line.line}", line.function, line.text

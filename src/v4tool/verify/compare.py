@@ -74,7 +74,7 @@ def compare(
     """
     kind = kind_of(computed)
     shape, count = tuple(recorded.shape), recorded.numel()
-    problem = _form(computed, recorded)
+    problem = _shape_or_dtype(computed, recorded)
     if problem is not None:
         return Comparison(key, problem[0], kind, shape, count, note=problem[1])
     if kind == "int":
@@ -92,7 +92,8 @@ def kind_of(computed: Tensor) -> str:
     return "bf16" if computed.dtype == torch.bfloat16 else "acc"
 
 
-def _form(computed: Tensor, recorded: Tensor) -> tuple[Status, str] | None:
+def _shape_or_dtype(computed: Tensor, recorded: Tensor) -> tuple[Status, str] | None:
+    """Status and note if the shapes or dtypes do not fit."""
     if computed.shape != recorded.shape:
         return "shape", f"expected {list(computed.shape)}, found {list(recorded.shape)}"
     expected = torch.float32 if computed.is_floating_point() else computed.dtype

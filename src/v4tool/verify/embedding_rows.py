@@ -1,4 +1,4 @@
-"""Detects embeddings of other token ids: the recorded rows are rows of the table, but not its own.
+"""Detects embeddings of other token ids: recorded rows that the table has at another index.
 
 Such a recording was made from another input, which is reported instead of wrong arithmetic.
 """
@@ -34,10 +34,10 @@ def other_rows(
     rows = recorded.reshape(-1, table.shape[1])
     wanted = ids.flatten()
     wrong = [i for i in range(len(rows)) if not torch.equal(rows[i], _row(table, wanted[i]))]
-    there = [row_of(table, rows[i]) for i in wrong[:AT_MOST]]
-    if not there or any(row is None for row in there):
+    indices = [row_of(table, rows[i]) for i in wrong[:AT_MOST]]
+    if not indices or any(index is None for index in indices):
         return found
-    pairs = ", ".join(f"{int(wanted[i])} -> {row}" for i, row in zip(wrong, there, strict=False))
+    pairs = ", ".join(f"{int(wanted[i])} -> {row}" for i, row in zip(wrong, indices, strict=False))
     more = f", … ({len(wrong)} in all)" if len(wrong) > AT_MOST else ""
     return replace(found, status="input", note=f"the embeddings of other ids: {pairs}{more}")
 

@@ -13,22 +13,22 @@ from v4tool.verify.results import Comparison, ValueRef
 
 
 class StopPass(Exception):
-    """Nothing more of this pass is asked for, or can be computed."""
+    """Ends the running pass: the rest of it is not asked for."""
 
 
 class NodeFailed(Exception):
-    """A node could not be computed, and the recording has nothing to go on with."""
+    """A node could not be computed, and its outputs are not all recorded."""
 
 
 @dataclass(frozen=True)
 class RunScope:
     """What is to be run.
 
-    units: of the outermost level (None: all); what others give is taken from the recording.
-    last_layer: main layers behind it end the pass (None: all run). mtp: without it the MTP layer
-    gives nothing. chained: hand on computed values. partial: keys may be absent. known: generic
-    keys that some recording has (an output beyond them is a mistake of the description; None: not
-    held against it). fail_fast: end with the unit that fails.
+    units: those to be run (None: all); the outputs of others are read from the recording.
+    last_layer: the pass ends after this main layer (None: all run). mtp: run the MTP layer.
+    chained: hand on computed values. partial: keys may be absent. known: generic keys that a
+    recording may have; an output with another key is a mistake of the description (None: not
+    checked). fail_fast: end with the first unit that fails.
     """
 
     units: frozenset[str] | None = None
@@ -46,10 +46,11 @@ class RunScope:
 
 @dataclass
 class Frame:
-    """One node that is running: its keys and templates, the unit and block that it belongs to.
+    """One running node: its keys and templates, the unit and block that it belongs to.
 
-    args: its positional inputs. inputs: those that no key judges. called: it has called other
-    nodes; received: memory of what these gave it. recorded: its results are wanted.
+    args: its positional inputs. inputs: those that are unkeyed outputs of other nodes. called: it
+    has called other nodes; received: addresses of the values that these returned. recorded: its
+    results are wanted.
     """
 
     spec: NodeSpec
@@ -66,13 +67,17 @@ class Frame:
 
     @property
     def label(self) -> str:
-        """What a person calls the node."""
+        """The node's name in messages."""
         return label(self.spec, self.templates)
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One returned value: its comparison, the inner value that it judges, and what is handed on."""
+    """One returned value.
+
+    comparison: None for an unkeyed one. judges: the unkeyed output of an inner node that it is.
+    value: what is handed on.
+    """
 
     comparison: Comparison | None
     judges: ValueRef | None

@@ -8,7 +8,7 @@ goes on where it rounds to the recorded one, else the recorded one. Left out: co
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,18 +20,42 @@ from v4tool.verify.frames import Frame, Judged, RunScope
 from v4tool.verify.language import Description
 from v4tool.verify.provenance import Provenance
 from v4tool.verify.results import Comparison
-from v4tool.verify.tensors import RecordedTensors
+from v4tool.verify.tensors import Recorded
+
+
+class Judge(Protocol):
+    """Compares returned values with recorded ones and says what is handed on.
+
+    keys: the recorded ones; equally_good: what the file's `EQUALLY_GOOD` offers, by node name.
+    """
+
+    keys: frozenset[str]
+    equally_good: Mapping[str, Callable[..., Any]]
+
+    def judge_all(
+        self, frame: Frame, result: Any, weights: dict[str, Tensor], provenance: Provenance
+    ) -> list[Judged]:
+        """Compare the values that a node returned."""
+        ...
+
+    def absent(self, frame: Frame, key: str) -> Comparison:
+        """The comparison of a key that is not recorded."""
+        ...
+
+    def from_recording(self, keys: tuple[str | None, ...]) -> Any:
+        """What is recorded under a node's keys, in the form in which the node returns it."""
+        ...
 
 
 @dataclass
 class OutputJudge:
     """Judges the outputs of nodes against one recording.
 
-    equally_good: what the file's `EQUALLY_GOOD` offers, by node name. keys: the recording's.
+    equally_good: the file's `EQUALLY_GOOD`: function by node name. keys: the recording's.
     """
 
     description: Description
-    recording: RecordedTensors
+    recording: Recorded
     rule: Rule
     scope: RunScope
     equally_good: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -89,7 +113,7 @@ class OutputJudge:
         return Comparison(key, "missing")
 
     def _hand_on(self, unit: str, value: Tensor, recorded: Tensor) -> Tensor:
-        """The recorded value in the computed one's form, where it has that form at all."""
+        """The recorded value in the computed one's dtype; the computed one if it does not fit."""
         if value.shape != recorded.shape:
             return value
         if not value.is_floating_point():
@@ -104,7 +128,7 @@ class OutputJudge:
         return torch.where(same, value, recorded.to(value.dtype))
 
     def _same_choice(self, frame: Frame, weights: dict[str, Tensor]) -> SameChoice | None:
-        """What the file offers for choices that may differ and be as good (`EQUALLY_GOOD`)."""
+        """The function of the file's `EQUALLY_GOOD` for this node, or None."""
         offered = self.equally_good.get(frame.spec.name)
         if offered is None:
             return None
@@ -112,7 +136,7 @@ class OutputJudge:
         def judged(computed: Tensor, recorded: Tensor) -> bool:
             try:
                 return bool(offered(frame.args, weights, computed, recorded))
-            except Exception:  # a damaged table may point anywhere; it is then no equal choice
+            except Exception:  # indices of a damaged table may be out of range
                 return False
 
         return judged
@@ -123,7 +147,7 @@ class OutputJudge:
         return values[0] if len(values) == 1 else tuple(values)
 
     def _recorded_value(self, key: str | None) -> Tensor | None:
-        """A recorded value as the model holds it: BF16 where it is a BF16 value."""
+        """A recorded value in the model's dtype: BF16 if all elements are BF16 values."""
         if key is None or key not in self.keys:
             return None
         recorded = self.recording.read(key)

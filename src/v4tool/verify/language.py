@@ -111,7 +111,7 @@ def _parsed(path: Path, source: str) -> Description:
 
 
 def _nodes(path: Path, tree: ast.Module) -> dict[str, NodeSpec]:
-    """Every node of a file, each held against the rules."""
+    """Every node of a file; VtError for the first rule that one breaks."""
     rules = _Rules(path, tree)
     nodes = {spec.name: spec for spec, _ in rules.declared}
     if not nodes:
@@ -139,8 +139,8 @@ class _Rules:
             if self._is_checker(decorator)
         ]
 
-    def _fail(self, node: str, place: ast.AST, problem: str) -> VtError:
-        line = getattr(place, "lineno", 1)
+    def _fail(self, node: str, element: ast.AST, problem: str) -> VtError:
+        line = getattr(element, "lineno", 1)
         return VtError(
             f"{self.path.name}:{line}: node {shortened(node)}: {shortened(problem, 200)}"
         )
@@ -193,7 +193,7 @@ class _Rules:
         )
 
     def _check_types(
-        self, function: ast.FunctionDef, place: ast.expr, values: dict[str, object]
+        self, function: ast.FunctionDef, decorator: ast.expr, values: dict[str, object]
     ) -> None:
         weights, outputs, templates = values["weights"], values["outputs"], values["templates"]
         good = (
@@ -207,7 +207,7 @@ class _Rules:
         if not good:
             raise self._fail(
                 function.name,
-                place,
+                decorator,
                 "expected {local name: checkpoint key}, [dump key or None, …], [template, …]",
             )
 
@@ -252,8 +252,8 @@ class _Body:
         self.locals = local_names(function)
         self.called: set[ast.expr] = set()
 
-    def _fail(self, place: ast.AST, problem: str) -> VtError:
-        return self.rules._fail(self.spec.name, place, problem)
+    def _fail(self, element: ast.AST, problem: str) -> VtError:
+        return self.rules._fail(self.spec.name, element, problem)
 
     def check(self) -> None:
         """Walk the body; calls are checked before the names and attributes in them."""
@@ -299,9 +299,9 @@ class _Body:
         else:
             self._require(attribute, attribute.attr in ATTRIBUTES, f"attribute {attribute.attr}")
 
-    def _require(self, place: ast.AST, allowed: bool, what: str) -> None:
+    def _require(self, element: ast.AST, allowed: bool, what: str) -> None:
         if not allowed:
-            raise self._fail(place, f"{what} is not in the language")
+            raise self._fail(element, f"{what} is not in the language")
 
     def _check_name(self, name: ast.Name) -> None:
         if name.id in self.rules.imported and name.id not in self.locals:

@@ -74,8 +74,8 @@ def _info(spec: NodeSpec, keys: list[str]) -> NodeInfo:
 def owner_of(key: str, nodes: Iterable[NodeSpec], weights: Container[str]) -> str | None:
     """The node that outputs a key: fewest characters in placeholders, then most weights."""
     candidates = [
-        (sum(map(len, values.values())), -len(spec.weights), place, spec.name)
-        for place, spec in enumerate(nodes)
+        (sum(map(len, values.values())), -len(spec.weights), number, spec.name)
+        for number, spec in enumerate(nodes)
         for output in spec.keys
         for values in [_bind(output, key)]
         if values is not None and _has_weights(spec, key, values, weights)
@@ -86,12 +86,13 @@ def owner_of(key: str, nodes: Iterable[NodeSpec], weights: Container[str]) -> st
 def _bind(output: str, key: str) -> dict[str, str] | None:
     """The values of an output pattern's placeholders in a key; None if it does not match."""
     pattern, last = "", 0
-    for place in PLACEHOLDER.finditer(output):
-        pattern += re.escape(output[last : place.start()])
-        seen = f"(?P<{place[1]}>" in pattern
-        inner = LEADING if place.start() == 0 else VALUES.get(place[1], r"[\w.<>]+")
-        pattern += f"(?P={place[1]})" if seen else f"(?P<{place[1]}>{inner})"
-        last = place.end()
+    for found in PLACEHOLDER.finditer(output):
+        name = found[1]
+        pattern += re.escape(output[last : found.start()])
+        seen = f"(?P<{name}>" in pattern
+        values = LEADING if found.start() == 0 else VALUES.get(name, r"[\w.<>]+")
+        pattern += f"(?P={name})" if seen else f"(?P<{name}>{values})"
+        last = found.end()
     match = re.fullmatch(pattern + re.escape(output[last:]), key)
     return match.groupdict() if match else None
 

@@ -1,4 +1,4 @@
-"""Parses a key into unit (layer or MTP in any pass) and block, and formats a node's label."""
+"""Unit (layer or MTP in any pass) and block of a key, and a node's label for messages."""
 
 import re
 from collections.abc import Iterable

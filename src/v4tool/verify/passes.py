@@ -86,34 +86,37 @@ class Counter:
 
     def __init__(self, job: Job, progress: Progress | None) -> None:
         self.done, self.progress = 0, progress
-        around = 3  # embedding, norm and head
-        self.total = (job.layers + around) * (1 + job.decode) + 2 * job.scope.mtp
+        others = 3  # embedding, norm and head
+        self.total = (job.layers + others) * (1 + job.decode) + 2 * job.scope.mtp
         if job.scope.units is not None:
             self.total = len(job.scope.units) * (1 + job.decode)
 
-    def __call__(self, place: str, count: int = 1) -> None:
+    def __call__(self, block: str, count: int = 1) -> None:
         self.done = min(self.done + count, self.total)
         if self.progress is not None:
-            self.progress(self.done, self.total, place)
+            self.progress(self.done, self.total, block)
 
 
 def run(job: Job, checkpoint: Checkpoint, jobs: int, progress: Progress | None) -> Found:
     """Run all that the job asks for; chained, fail-fast and one-layer runs use one process."""
     count = Counter(job, progress)
-    alone = jobs == 1 or job.scope.chained or job.scope.fail_fast or job.scope.units is not None
-    if not alone:
-        return _share_out(job, jobs, count)
+    one_process = (
+        jobs == 1 or job.scope.chained or job.scope.fail_fast or job.scope.units is not None
+    )
+    if not one_process:
+        return _run_in_workers(job, jobs, count)
     return _run_here(job, read_description(job.description), checkpoint, count)
 
 
-def _share_out(job: Job, jobs: int, count: Counter) -> Found:
+def _run_in_workers(job: Job, jobs: int, count: Counter) -> Found:
+    """Divide the units among worker processes: consecutive layers, and the others together."""
     layers = [unit for unit in job.units if layer_number(unit) is not None]
     others = [unit for unit in job.units if layer_number(unit) is None]
     size = -(-len(layers) // (jobs * TASKS_PER_JOB))
     groups = [others, *(layers[i : i + size] for i in range(0, len(layers), size))]
     found = Found()
     with ProcessPoolExecutor(jobs, mp_context=_context()) as pool:
-        tasks = {pool.submit(_task, job.restricted(group)): group for group in groups}
+        tasks = {pool.submit(_run_group, job.restricted(group)): group for group in groups}
         for future in as_completed(tasks):
             part, group = future.result(), tasks[future]
             found.nodes += part.nodes
@@ -132,10 +135,10 @@ def _context() -> BaseContext:
     return get_context("spawn")
 
 
-def _task(job: Job) -> Found:
-    """Run one group of units; called in a worker process."""
+def _run_group(job: Job) -> Found:
+    """Run one group of units in a worker process."""
     with Checkpoint.open(job.checkpoint, mtp=job.mtp_weights) as checkpoint:
-        return _run_here(job, read_description(job.description), checkpoint, lambda place: None)
+        return _run_here(job, read_description(job.description), checkpoint, lambda key: None)
 
 
 def _run_here(

@@ -136,11 +136,6 @@ class NodeResult:
         """Whether any of its keys is wrong."""
         return any(c.fails for c in self.comparisons)
 
-    @property
-    def place(self) -> str:
-        """Label and block for messages: `hc_post in layers.0`."""
-        return f"{self.label} in {self.block}" if self.block else self.label
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -164,11 +159,11 @@ class Verdict:
 
     def sentence(self) -> str:
         """The verdict in one line."""
-        place = f" of {self.block}" if self.block else ""
+        block = f" of {self.block}" if self.block else ""
         if self.status == "input":
-            text = f"another input: {self.operator}{place}: {self.key} holds {self.rule}"
+            text = f"another input: {self.operator}{block}: {self.key} holds {self.rule}"
         else:
-            text = f"first wrong operator: {self.operator}{place}, seen in {self.key} ({self.rule})"
+            text = f"first wrong operator: {self.operator}{block}, seen in {self.key} ({self.rule})"
         if self.because:
             text += f"; {self.because}"
         if self.suspects:

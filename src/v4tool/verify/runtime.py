@@ -1,9 +1,9 @@
 """Runs the nodes of a `.vt` file against one recording and collects the results.
 
-A node's weights are bound while it runs and let go afterwards; what it returns is compared and
-handed on by `judging`. A mismatch is data, and so is a node that fails on damaged inputs: the run
-goes on with what is recorded. Left out: which passes are run (`passes`, `recording`), and which
-node is wrong (`verdict`).
+A node's weights are loaded before it runs and released after it; `judging` compares the values
+that it returns and chooses those that are handed on. A node that fails on damaged inputs is a
+result as well: the run goes on with the recorded outputs. Left out: which passes are run (`passes`,
+`recording`), and which node is wrong (`verdict`).
 """
 
 import time
@@ -17,12 +17,12 @@ from torch import Tensor
 from v4tool.errors import V4ToolError, VtError
 from v4tool.verify.compare import Rule
 from v4tool.verify.frames import Frame, Judged, NodeFailed, RunScope, StopPass
-from v4tool.verify.judging import OutputJudge
+from v4tool.verify.judging import Judge, OutputJudge
 from v4tool.verify.language import Description, NodeSpec
 from v4tool.verify.locations import ENDS, block_of, layer_number, unit_of
 from v4tool.verify.provenance import OUTERMOST, Provenance, memory
 from v4tool.verify.results import Comparison, NodeResult, ValueRef
-from v4tool.verify.tensors import RecordedTensors, Weights
+from v4tool.verify.tensors import Recorded, Weights
 from v4tool.verify.vt_module import execute, one_line, surroundings, vt_lang
 
 
@@ -31,17 +31,17 @@ class Runtime:
     """Executes a description against one recording; `results` collects what was found."""
 
     description: Description
-    recording: RecordedTensors
+    recording: Recorded
     weights: Weights
     rule: Rule
     scope: RunScope
     environment: dict[str, str]
-    watch: Callable[[str], None] = lambda place: None
+    watch: Callable[[str], None] = lambda key: None
     results: list[NodeResult] = field(default_factory=list)
     namespace: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._judge = OutputJudge(self.description, self.recording, self.rule, self.scope)
+        self._judge = self._make_judge()
         self._module = vt_lang(
             {
                 "NodeChecker": self._node_checker,
@@ -54,6 +54,10 @@ class Runtime:
         self._pass, self._outer, self._inner, self._layers_seen = 0, 0, 0, False
         self._provenance = Provenance()
 
+    def _make_judge(self) -> Judge:
+        """Who compares values and hands them on. A subclass may judge by other rules."""
+        return OutputJudge(self.description, self.recording, self.rule, self.scope)
+
     # ---------------------------------------------------------------- loading and calling
 
     def load(self) -> None:
@@ -63,7 +67,7 @@ class Runtime:
         self._judge.equally_good = self.namespace.get("EQUALLY_GOOD", {})
 
     def run_pass(self, number: int, node: str, *args: Any) -> str | None:
-        """Call one of the file's outermost nodes; the reason if it could not be run to its end."""
+        """Call the node of a pass; the reason if it could not be run to its end."""
         self._pass, self._outer, self._inner, self._layers_seen = number, 0, 0, False
         self._frames, self._provenance = [], Provenance()
         with surroundings(self._module, self.environment):
@@ -78,7 +82,7 @@ class Runtime:
     def _node_checker(
         self, weights: object, outputs: object, templates: object
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """The decorator of nodes; what it declares was read from the source already."""
+        """The decorator of nodes; its arguments were read from the source by `language`."""
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             spec = self.description.nodes[function.__name__]
@@ -118,7 +122,7 @@ class Runtime:
             self._frames[-1].called = True
         if outermost:
             self._outer, self._inner = self._outer + 1, 0
-            self._stop_behind_last_layer(frame.unit)
+            self._stop_after_last_layer(frame.unit)
             if not self._has_to_run(frame):
                 return self._judge.from_recording(frame.keys)
         self._frames.append(frame)
@@ -127,7 +131,7 @@ class Runtime:
         finally:
             self._frames.pop()
             if outermost:
-                self._provenance.forget_inner()
+                self._provenance.drop_inner()
 
     def _frame(self, spec: NodeSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
         for name in spec.templates:
@@ -150,8 +154,8 @@ class Runtime:
             recorded=outer.recorded if outer else self.scope.asks_for(unit),
         )
 
-    def _stop_behind_last_layer(self, unit: str) -> None:
-        """End the pass at whatever comes behind the last layer asked for."""
+    def _stop_after_last_layer(self, unit: str) -> None:
+        """End the pass at the first node after the last layer asked for."""
         if self.scope.last_layer is None:
             return
         number = layer_number(unit)
@@ -164,7 +168,7 @@ class Runtime:
             self._layers_seen = True
 
     def _has_to_run(self, frame: Frame) -> bool:
-        """Whether an outermost node must run; if not, its values are recorded, or nobody's."""
+        """Whether an outermost node must run; if not, its outputs are recorded, or unused."""
         if frame.unit.startswith("mtp.") and not self.scope.mtp:
             return False
         if self.scope.asks_for(frame.unit) or not frame.keys:
@@ -181,7 +185,7 @@ class Runtime:
             return self._give_up(frame, "error", reason)
         with self._bound(weights):
             try:
-                result = function(*frame.args, **kwargs)
+                result = self._compute(frame, function, kwargs)
             except (V4ToolError, StopPass):
                 raise
             except NodeFailed as failed:
@@ -196,14 +200,18 @@ class Runtime:
         handed = tuple(j.value for j in judged)
         return handed if isinstance(result, tuple) else handed[0]
 
+    def _compute(self, frame: Frame, function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """What the node's function returns, with its weights bound."""
+        return function(*frame.args, **kwargs)
+
     def _load_weights(self, frame: Frame) -> dict[str, Tensor]:
-        """The node's weights by their local names; KeyError for one that is not there."""
+        """The node's weights by their local names; KeyError if the checkpoint lacks one."""
         keys = frame.spec.weights.items()
         return {name: self.weights(key.format(**frame.templates)) for name, key in keys}
 
     @contextmanager
     def _bound(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Weights as globals of the file; what an outer node bound there comes back after."""
+        """Context with the weights as globals of the file; restores those of an outer node."""
         missing = object()
         before = {name: self.namespace.get(name, missing) for name in weights}
         self.namespace.update(weights)
@@ -219,7 +227,7 @@ class Runtime:
     # ---------------------------------------------------------------- a node that fails
 
     def _give_up(self, frame: Frame, status: Literal["error", "unjudged"], reason: str) -> Any:
-        """A node that could not be computed: go on with what is recorded of it, if all of it is."""
+        """The recorded outputs of a node that could not be computed; NodeFailed if one is not."""
         found = [Comparison(k, status, note=reason) for k in frame.keys if k in self._judge.keys]
         found += [
             self._judge.absent(frame, k) for k in frame.keys if k and k not in self._judge.keys
@@ -229,10 +237,10 @@ class Runtime:
             raise NodeFailed(f"{frame.label}: {reason}")
         return self._judge.from_recording(frame.keys)
 
-    # ---------------------------------------------------------------- putting it on record
+    # ---------------------------------------------------------------- adding the result
 
     def _finish(self, frame: Frame, judged: list[Judged]) -> None:
-        """Put the node's result on record and remember its values that no key judges."""
+        """Add the node's result and remember its unkeyed outputs."""
         self._inner += 1
         order = (self._pass, self._outer, self._inner)
         unkeyed = self._remember(frame, judged, order)
@@ -260,7 +268,7 @@ class Runtime:
     def _remember(
         self, frame: Frame, judged: list[Judged], order: tuple[int, int, int]
     ) -> tuple[int, ...]:
-        """The positions of values that this node made itself and that no key judges."""
+        """Remember the values that this node made itself and that are not judged: positions."""
         depth, unkeyed = len(self._frames), []
         values = [j.value for j in judged]
         for position, value in enumerate(values):
@@ -277,7 +285,7 @@ class Runtime:
     def _is_judged(one: Judged) -> bool:
         return one.comparison is not None and one.comparison.judged
 
-    def _end_of_unit(self, place: str) -> None:
-        self.watch(place)
+    def _end_of_unit(self, key: str) -> None:
+        self.watch(key)
         if self.scope.fail_fast and any(result.fails for result in self.results):
             raise StopPass

@@ -23,6 +23,25 @@ class Weights(Protocol):
     def __call__(self, key: str) -> Tensor: ...
 
 
+class Recorded(Protocol):
+    """Tensors under keys of a recording, read one at a time.
+
+    specs: key -> (dtype, shape); metadata: the recording's.
+    """
+
+    @property
+    def specs(self) -> Any: ...
+
+    @property
+    def metadata(self) -> dict[str, str]: ...
+
+    def __contains__(self, key: object) -> bool: ...
+
+    def read(self, key: str) -> Tensor:
+        """One tensor, the caller's own; KeyError where there is none."""
+        ...
+
+
 class RecordedTensors:
     """Reads tensors of a recording, each as a copy, with bounded resident memory.
 
