@@ -20,8 +20,9 @@ class Architecture:
     """One architecture; its parts as `module:name`.
 
     config: the class of its `config.json`; layout: the tensors of its checkpoint; keys: the keys of
-    its recordings; port: its forward pass. commands: what v4tool can do with it. unused: pattern of the tensors that no
-    pass reads; draft_marks: tensors that tell its draft block from those of another design.
+    its recordings; port: its forward pass. commands: what v4tool can do with it. unused: pattern of
+    the tensors that no pass reads. draft_marks: tensors that tell its draft block from those of
+    another design.
     """
 
     id: str
@@ -60,7 +61,7 @@ V4 = Architecture(
     config="v4tool.config_v4:V4Config",
     layout="v4tool.checkpoint.layout_v4:v4_shards",
     keys="v4tool.names_v4",
-    port="v4tool.model.port_v4:V4_PORT",
+    port="v4tool.model.port_v4",
     commands=frozenset(
         {"check", "check --port", "dump", "list keys --where", "regen", "synth", "verify"}
     ),
@@ -72,7 +73,7 @@ V4_DSPARK = Architecture(
     config="v4tool.config_v4:V4DSparkConfig",
     layout="v4tool.checkpoint.layout_v4:v4_dspark_shards",
     keys="v4tool.names_v4_dspark",
-    port="v4tool.model.port_v4:V4_DSPARK_PORT",
+    port="v4tool.model.port_v4_dspark",
     commands=frozenset({"dump", "synth"}),
 )
 V41 = Architecture(

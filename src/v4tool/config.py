@@ -8,7 +8,7 @@ shape (`checkpoint/layout.py`).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -127,6 +127,15 @@ class ModelConfig(ModelFields):
             node[leaf] = list(value) if isinstance(value, tuple) else value
         out["quantization_config"] |= {"activation_scheme": "dynamic", "quant_method": "fp8"}
         return out
+
+    def kept(self, layers: Sequence[int]) -> dict[str, Any]:
+        """The fields of `to_release_dict` that are others if only these main layers are kept.
+
+        layers: ascending; they are renumbered and keep their kind. The draft blocks stay.
+        """
+        ratios = [self.compress_ratios[layer] for layer in layers]
+        drafts = list(self.compress_ratios[self.n_layers :])
+        return {"num_hidden_layers": len(layers), "compress_ratios": ratios + drafts}
 
     def ratio(self, layer: int) -> int:
         """Compression ratio of a block, 0 without compression; drafts follow the main layers."""

@@ -1,5 +1,6 @@
 """The fields of the DSpark draft head, which several architectures have (SPEC41 4 and 7)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -47,6 +48,12 @@ class DSparkFields(BaseModel):
     def draft_tokens(self) -> int:
         """Tokens that a draft block takes in a decode step."""
         return self.dspark_block_size
+
+
+def kept_targets(c: DSparkFields, layers: Sequence[int]) -> list[int]:
+    """Numbers of the target layers that are among these main layers, or of the last of these."""
+    targets = [n for n, layer in enumerate(layers) if layer in c.dspark_target_layer_ids]
+    return targets or [len(layers) - 1]
 
 
 def check_targets(c: "ModelConfig") -> list[str]:

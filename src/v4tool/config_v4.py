@@ -3,7 +3,7 @@
 `V4Config` has MTP, `V4DSparkConfig` the draft blocks of the releases since 2026-07-31 (SPEC41 7).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from v4tool.architecture import V4, V4_DSPARK, Architecture
@@ -14,6 +14,7 @@ from v4tool.config_dspark import (
     MarkovNames,
     check_draft_ratios,
     check_targets,
+    kept_targets,
 )
 from v4tool.config_fields import (
     ACT_BLOCK,
@@ -109,6 +110,10 @@ class V4Fields(ModelConfig):
         """Whether the block routes by token id (`ffn.gate.tid2eid`) rather than by score."""
         return layer < self.n_hash_layers
 
+    def kept(self, layers: Sequence[int]) -> dict[str, Any]:
+        """See `ModelConfig.kept`."""
+        return super().kept(layers) | {"num_hash_layers": sum(map(self.is_hash, layers))}
+
 
 class V4Config(V4Fields):
     """DeepSeek-V4 with MTP: layer `n_layers` is the MTP block."""
@@ -145,3 +150,7 @@ class V4DSparkConfig(DSparkFields, V4Fields):
     markov: ClassVar[MarkovNames] = MarkovNames(
         "markov_head.markov_w1", "markov_head.markov_w2", bias="markov_head.markov_w2.out"
     )
+
+    def kept(self, layers: Sequence[int]) -> dict[str, Any]:
+        """See `ModelConfig.kept`."""
+        return super().kept(layers) | {"dspark_target_layer_ids": kept_targets(self, layers)}

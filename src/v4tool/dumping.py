@@ -25,6 +25,7 @@ from v4tool.model import stream
 from v4tool.names import (
     Keys,
     generic,
+    is_draft,
     is_expert,
     layer_of,
     matches,
@@ -59,7 +60,7 @@ class Selection:
             return False
         if self.layers is None or layer_of(key) in self.layers:
             return True
-        return key.removeprefix(pass_of(key)) in TOP_LEVEL and not key.startswith("mtp.")
+        return key.removeprefix(pass_of(key)) in TOP_LEVEL and not is_draft(key)
 
     def keys(self, config: ModelConfig, case: Case) -> Keys:
         """The keys of a case to record. InputError for a pattern or layer that matches none."""
@@ -81,14 +82,20 @@ class Selection:
 
 def layer_range_of(config: ModelConfig, case: Case, keys: Keys) -> stream.LayerRange:
     """The part of the model that has to be computed for these keys of a case."""
-    mtp = any(key.startswith("mtp.") for key in keys)
+    mtp = any(map(is_draft, keys))
     chooses_ids = case.decode > len(case.decode_ids)
-    ends = {"norm.out", "head.out"}
-    head = chooses_ids or any(key.removeprefix(pass_of(key)) in ends for key in keys)
+    head = chooses_ids or any(map(_needs_head, keys))
     if mtp or head:
         return stream.LayerRange(config.n_layers, head=head, mtp=mtp)
     layers = [n for n in map(layer_of, keys) if n is not None]
     return stream.LayerRange(max(layers) + 1 if layers else 0, head=False, mtp=False)
+
+
+def _needs_head(key: str) -> bool:
+    """Whether a key is of the main head, or of the draft of a decode step, which starts from it."""
+    prefix = pass_of(key)
+    in_step = prefix.startswith("decode.")
+    return key.removeprefix(prefix) in {"norm.out", "head.out"} or (in_step and is_draft(key))
 
 
 def union(layer_ranges: Iterable[stream.LayerRange]) -> stream.LayerRange:
@@ -194,7 +201,7 @@ def steps(config: ModelConfig, cases: Iterable[Case], selection: Selection) -> i
         layer_range_of(config, case, selection.keys(config, case)) for case in cases
     )
     passes = 1 + max(case.decode for case in cases)
-    return passes * (1 + layer_range.layers + layer_range.head) + layer_range.mtp
+    return stream.watched(config, passes, layer_range)
 
 
 def peak_rss() -> int:

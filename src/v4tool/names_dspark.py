@@ -76,7 +76,10 @@ def _attention_keys(config: ModelConfig, draft: Step) -> Keys:
 
 def draft_keys(config: ModelConfig, step: Step) -> Keys:
     """Everything that the draft head records in one pass of the main stack, pass prefix and all."""
-    targets, first = len(_fields(config).dspark_target_layer_ids), config.block_path(config.n_layers)
+    targets, first = (
+        len(_fields(config).dspark_target_layer_ids),
+        config.block_path(config.n_layers),
+    )
     s, dim = step.tokens, config.dim
     keys = {
         "mtp.main_hidden": bf16(1, s, targets * dim),

@@ -1,4 +1,4 @@
-"""The keys that a recording of DeepSeek-V4 with a DSpark head must hold (SPEC 6, SPEC41 5 and 7)."""
+"""The keys of a recording of DeepSeek-V4 with a DSpark head (SPEC section 6, SPEC41 5 and 7)."""
 
 from v4tool import names_v4
 from v4tool.config_v4 import V4DSparkConfig
