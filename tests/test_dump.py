@@ -376,3 +376,14 @@ def test_the_number_of_torchs_threads_is_put_back(cli: Cli, tmp_path: Path) -> N
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
+
+
+def test_only_the_draft_of_the_prefill(cli: Cli, tmp_path: Path) -> None:
+    """A step whose draft is not wanted has none."""
+    out = tmp_path / "a.safetensors"
+    ran = cli(
+        "dump", "--ckpt", DSPARK_FILES[0].ckpt, "--out", out, "--quiet", "--only", "mtp.0.main*",
+        "--input-ids", "1,2,3", "--decode-ids", "4",
+    )  # fmt: skip
+    assert ran.status == 0, ran.err
+    assert load_file(out).keys() == {"mtp.0.main_proj.out", "mtp.0.main_norm.out"}

@@ -63,12 +63,13 @@ def dump(
     from v4tool import dumping
     from v4tool.checkpoint.directory import open_checkpoint
     from v4tool.profiles import validate_ids, with_decode
+    from v4tool.selection import Selection
 
     resolved = _profile(
         profile, ckpt, threads=threads, seed=seed, accumulate=accumulate, backend=backend
     )
     kept = None if layers is None else frozenset(layers)
-    selection = dumping.Selection(tuple(only) if only else None, kept, mtp)
+    selection = Selection(tuple(only) if only else None, kept, mtp)
     target = None if out is None else Path(out)
     with open_checkpoint(resolved, LOG.info, mtp=mtp, allow_nan=keep_going) as checkpoint:
         vocab_size = checkpoint.config.vocab_size

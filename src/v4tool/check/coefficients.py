@@ -13,7 +13,8 @@ import numpy as np
 
 from v4tool.check.bits import F64, FP32_HALF_ULP, Bits, ordinals, to_bf16, to_f32, to_f64
 from v4tool.check.block_pass import BlockPass
-from v4tool.check.streams import BoundedValues, Streams, bounded_sums, middle_streams, post_terms
+from v4tool.check.bounded_values import BoundedValues, bounded_sums
+from v4tool.check.streams import Streams, middle_streams, post_terms
 from v4tool.check.weight_values import WeightCheck, to_numpy
 from v4tool.names import complete_blocks, compressor_groups, has_indexer
 

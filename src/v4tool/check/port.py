@@ -25,7 +25,7 @@ from v4tool.config import ModelConfig, Numerics
 from v4tool.errors import CheckpointError, InputError
 from v4tool.model.block import block
 from v4tool.model.scope import Scope, Segment
-from v4tool.names import Step, generic, is_expert, layer_keys
+from v4tool.names import Step, bf16, generic, is_expert, layer_keys
 
 if TYPE_CHECKING:
     from v4tool.names import Keys
@@ -45,6 +45,8 @@ QUICK_TENSORS = 2000
 TOKENS = 130
 """Length of the prompt that layers are run on: more than one compressed block of 128 tokens."""
 QUICK_TOKENS = 9
+OUTSIDE = ("embed", "enorm", "hnorm", "e_proj", "h_proj", "norm", "hc_head", "head", "logits")
+"""Names below `mtp.<i>` that belong to MTP's input or head and not to its block start so."""
 
 
 @dataclass(frozen=True)
@@ -249,10 +251,19 @@ def one_layer(checkpoint: Checkpoint, layer: int, numerics: Numerics, *, quick: 
     scope = Scope(watched, config, numerics, (segment,), path=config.block_path(layer) + ".")
     x = checkpoint.gather_rows("embed.weight", ids).unsqueeze(1).repeat(1, config.hc_mult, 1)
     seen["out"] = block(scope, x, layer).unsqueeze(0)
-    _judge_outputs(seen, layer_keys(config, layer, step))
+    _judge_outputs(seen, block_keys(config, layer, step))
     experts_read = _judge_reading(watched.names, checkpoint, layer, tokens)
     outputs = f"{tokens} tokens, {len(seen)} outputs finite"
     return f"{outputs}, {experts_read} experts reached, all weights read"
+
+
+def block_keys(config: ModelConfig, layer: int, step: Step) -> "Keys":
+    """The keys of one block without its path in front; of MTP without its input and its head."""
+    keys = layer_keys(config, layer, step)
+    if not config.is_mtp(layer):
+        return keys
+    inside = {key: spec for key, spec in keys.items() if not key.startswith(OUTSIDE)}
+    return {**inside, "out": bf16(1, step.tokens, config.hc_mult, config.dim)}
 
 
 def _judge_outputs(seen: dict[str, Tensor], keys: "Keys") -> None:
@@ -280,12 +291,11 @@ def _judge_reading(read: Iterable[str], checkpoint: Checkpoint, layer: int, toke
     read, path = set(read), checkpoint.config.block_path(layer) + "."
     mine = {name for name in checkpoint.specs if name.startswith(path)}
     experts = {name.split(".experts.")[1].split(".")[0] for name in read if ".ffn.experts." in name}
-    outside = ("enorm", "hnorm", "norm", "e_proj", "h_proj", "hc_head")
     without_block = tokens < checkpoint.config.ratio(layer)
     for name in sorted(mine - read):
         end = name.removeprefix(path)
-        if end.split(".")[0].startswith(outside):
-            continue  # MTP's input and head are not part of the block
+        if end.startswith(OUTSIDE):
+            continue
         if without_block and end == "attn.compressor.norm.weight":
             continue
         number = end.split(".")[2] if end.startswith("ffn.experts.") else None

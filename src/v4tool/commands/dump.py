@@ -1,7 +1,7 @@
 """`v4tool dump`: records the activations of one or several prompts."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,9 @@ from v4tool.commands.options import (
     selection_of,
 )
 from v4tool.errors import InputError
+
+if TYPE_CHECKING:
+    from v4tool.profiles import Case, Profile
 
 
 def dump(
@@ -64,7 +67,7 @@ def dump(
 ) -> None:
     """Record every module's output for one or several prompts, all in one pass over the weights."""
     from v4tool import dumping
-    from v4tool.profiles import custom_case, parse_ids, with_decode
+    from v4tool.profiles import parse_ids, with_decode
     from v4tool.report.progress import DumpProgress
 
     resolved = resolve_profile(
@@ -72,15 +75,9 @@ def dump(
     )
     checkpoint = open_checkpoint(resolved, mtp=mtp, allow_nan=keep_going, quiet=quiet)
     vocab_size = checkpoint.config.vocab_size
-    if text is None and input_ids is None:
-        cases = chosen_cases(resolved, case, every)
-    elif case or every:
-        raise InputError("--text and --input-ids go without --case and --all")
-    else:
-        given = parse_ids(input_ids, vocab_size) if input_ids is not None else None
-        cases = [custom_case(text, given, resolved.ckpt)]
+    prompts = prompts_of(resolved, case, every, text, input_ids, vocab_size)
     ids = parse_ids(decode_ids, vocab_size, where="--decode-ids") if decode_ids is not None else ()
-    cases = [with_decode(c, decode, ids) for c in cases]
+    cases = [with_decode(prompt, decode, ids) for prompt in prompts]
     selection = selection_of(only, layers, mtp)
     paths = dumping.output_paths(cases, out, resolved.out_dir, force=force)
     steps = dumping.steps(checkpoint.config, cases, selection)
@@ -94,6 +91,25 @@ def dump(
     if not dumping.is_one_file(out):
         dumping.enter_in_manifest(resolved, checkpoint.config, results)
     show_dump(results, as_json, quiet)
+
+
+def prompts_of(
+    profile: "Profile",
+    ids: list[str] | None,
+    every: bool,
+    text: str | None,
+    input_ids: str | None,
+    vocab_size: int,
+) -> list["Case"]:
+    """The cases named by --case or --all, or a case of --text or --input-ids."""
+    from v4tool.profiles import custom_case, parse_ids
+
+    if text is None and input_ids is None:
+        return chosen_cases(profile, ids, every)
+    if ids or every:
+        raise InputError("--text and --input-ids go without --case and --all")
+    given = parse_ids(input_ids, vocab_size) if input_ids is not None else None
+    return [custom_case(text, given, profile.ckpt)]
 
 
 def show_dump(results: list[Any], as_json: bool, quiet: bool) -> None:

@@ -51,8 +51,7 @@ def list_keys(
     With KEY and --where: the source line of the port that computes the key, the calls that lead to
     it, and the node of the second description (model.vt).
     """
-    from v4tool import names
-    from v4tool.report import tables
+    from v4tool.names import recording_keys
 
     if where and name is None:
         raise InputError("--where: expected one KEY, found none")
@@ -63,32 +62,44 @@ def list_keys(
     if tokens < 1:
         raise InputError(f"--length: expected at least 1 token, found {tokens}")
     steps = (chosen.decode if length is None else 0) if decode is None else decode
-    every = names.recording_keys(config, tokens, steps, mtp=config.mtp_supported)
+    keys = recording_keys(config, tokens, steps, mtp=config.mtp_supported)
     if name is not None:
-        every = _only(
-            every, name, config.n_routed_experts, f"{tokens} tokens, {steps} decode steps"
-        )
-    keys = {
-        key: spec
-        for key, spec in every.items()
-        if (layer is None or names.layer_of(key) == layer)
-        and (glob is None or names.matches(key, [glob], config.n_routed_experts))
-    }
-    if not keys:
-        raise InputError("list keys: no key matches --layer and --glob")
+        recording = f"{tokens} tokens, {steps} decode steps"
+        keys = _only(keys, name, config.n_routed_experts, recording)
+    keys = _matching(keys, layer, glob, config.n_routed_experts)
     if where:
         _show_lines(config, next(iter(keys)), tokens, as_json)
-        return
+    else:
+        _show_keys(config, keys, tokens, as_json)
+
+
+def _matching(keys: "Keys", layer: int | None, glob: str | None, experts: int) -> "Keys":
+    """The keys of a layer that match a shell pattern (None: all). InputError if there is none."""
+    from v4tool.names import layer_of, matches
+
+    found = {
+        key: spec
+        for key, spec in keys.items()
+        if (layer is None or layer_of(key) == layer)
+        and (glob is None or matches(key, [glob], experts))
+    }
+    if not found:
+        raise InputError("list keys: no key matches --layer and --glob")
+    return found
+
+
+def _show_keys(config: "ModelConfig", keys: "Keys", tokens: int, as_json: bool) -> None:
+    """Print keys with dtype, shape and kind of values, and their number and size to stderr."""
+    from v4tool.report import tables
+
     if as_json:
-        print_json(
-            [
-                {"key": k, "dtype": s.dtype, "shape": s.shape, "kind": s.kind}
-                for k, s in keys.items()
-            ]
-        )
-        return
-    print(tables.keys_lines(keys))
-    say(tables.keys_line(config, keys, tokens))
+        print_json([
+            {"key": key, "dtype": spec.dtype, "shape": spec.shape, "kind": spec.kind}
+            for key, spec in keys.items()
+        ])  # fmt: skip
+    else:
+        print(tables.keys_lines(keys))
+        say(tables.keys_line(config, keys, tokens))
 
 
 def _show_lines(config: "ModelConfig", key: str, tokens: int, as_json: bool) -> None:
@@ -233,7 +244,7 @@ def list_tensors(
 def list_nodes(
     case: Annotated[str, typer.Option("--case", help="A case of the profile.")] = "baseline6",
     vt: Annotated[
-        Path | None, typer.Option("--vt", help="Your own description (it is only read here).")
+        Path | None, typer.Option("--vt", help="Another description (not executed here).")
     ] = None,
     profile: ProfileOption = None,
     ckpt: CkptOption = None,

@@ -17,8 +17,8 @@ from v4tool.errors import InputError
 if TYPE_CHECKING:
     from v4tool.checkpoint.shards import Checkpoint
     from v4tool.config import ModelConfig
-    from v4tool.dumping import Selection
     from v4tool.profiles import Case, Profile
+    from v4tool.selection import Selection
 
 ProfileOption = Annotated[
     str | None, typer.Option("--profile", help="A shipped profile (nano, flash) or a TOML file.")
@@ -102,7 +102,7 @@ def chosen_cases(profile: "Profile", ids: list[str] | None, every: bool) -> list
 
 def selection_of(only: list[str] | None, layers: str | None, mtp: bool) -> "Selection":
     """The keys to record according to --only, --layers and --mtp."""
-    from v4tool.dumping import Selection
+    from v4tool.selection import Selection
 
     numbers = frozenset(layer_numbers(layers)) if layers is not None else None
     return Selection(tuple(only) if only else None, numbers, mtp)

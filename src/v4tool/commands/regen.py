@@ -38,6 +38,7 @@ def regen(
     from v4tool.report import check as report
     from v4tool.report import tables
     from v4tool.report.progress import DumpProgress
+    from v4tool.selection import EVERYTHING
 
     resolved = resolve_profile(profile, ckpt=ckpt, threads=threads, backend=backend)
     folder = directory or resolved.out_dir
@@ -51,7 +52,7 @@ def regen(
         return
     with open_checkpoint(resolved, quiet=quiet) as checkpoint:
         judge = making.verifier(checkpoint.directory, jobs=resolved.threads)
-        steps = dumping.steps(checkpoint.config, cases, dumping.Selection())
+        steps = dumping.steps(checkpoint.config, cases, EVERYTHING)
         with DumpProgress(
             steps, lambda: checkpoint.bytes_read, dumping.peak_rss, quiet=quiet
         ) as progress:

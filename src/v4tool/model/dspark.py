@@ -206,7 +206,6 @@ def heads_with_drafts(
             for layer in draft_blocks(scope.config):
                 place = scope / scope.config.block_path(layer) / "attn"
                 fill_window(parts, place, main_TD, layer)
-        else:
-            assert result is not None  # a step's draft starts from its logits
+        elif result is not None:  # a draft starts from the step's logits
             draft(parts, scope, draft_segments(scope, sequences, arg_max(result)), main_TD)
     return result
