@@ -1,4 +1,4 @@
-"""Where the golden data lies, and what every test may ask for."""
+"""Paths of the golden data, and fixtures shared by the tests."""
 
 import json
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""`v4tool dump` end to end on the small golden checkpoint: what is recorded, how far, where, how it
-fails.
-"""
+"""`v4tool dump` on the small golden checkpoint: keys recorded, files, errors."""
 
 import json
 import os

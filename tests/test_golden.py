@@ -1,4 +1,4 @@
-"""The port against the released code's own control flow: equal bit for bit on every golden key."""
+"""The port equals the released code's control flow, bit for bit, on every golden key."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The layout: SPEC section 2's table and its figures, the golden checkpoints, the narrow `nano`."""
+"""The checkpoint layout: SPEC section 2's table and figures, the golden checkpoints, `nano`."""
 
 import json
 from collections import Counter

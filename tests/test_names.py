@@ -1,4 +1,4 @@
-"""What a recording must hold, from config and length alone (SPEC section 6)."""
+"""Keys, dtypes and shapes of a recording, from configuration and length (SPEC section 6)."""
 
 import pytest
 import torch

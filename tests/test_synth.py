@@ -1,6 +1,4 @@
-"""Random checkpoints: figures, reproducible bytes, values that exercise the model, all or
-nothing.
-"""
+"""Random checkpoints: figures, reproducible bytes, values that reach all paths, atomic writing."""
 
 import errno
 import fcntl
