@@ -1,6 +1,4 @@
-"""NaN and infinity in a dump: found at their first key, with the weights behind it, or recorded on
-request.
-"""
+"""NaN and infinity in a dump: the first key is named with its weights, or all are recorded."""
 
 import json
 import math
