@@ -1,4 +1,4 @@
-"""Damaged texts for the parsers (tokens replaced, dropped, repeated), and a limit on memory.
+"""Mutation of texts for fuzz tests (tokens replaced, dropped, repeated), and a memory limit.
 
 A text of the corpus is cut into tokens; some are replaced by what is known to be hard for parsers
 of that language (`HOSTILE`), the rest of the damage is on bytes. Left out: what a parser must do

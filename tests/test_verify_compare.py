@@ -1,4 +1,4 @@
-"""Two tensors and the verdict on them: every status, with the figures that it comes with."""
+"""Comparison of two tensors: every status, with its statistics."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Reports of a verification, of a good and a bad one: JSON, JUnit XML, HTML, the terminal."""
+"""Reports of `verify`, of a passing and a failing recording: JSON, JUnit XML, HTML, terminal."""
 
 import json
 import re
