@@ -1,4 +1,4 @@
-"""A cached random checkpoint that is not what this version makes is noticed and made anew."""
+"""A cached random checkpoint of another version or a damaged one is generated again."""
 
 import hashlib
 import json
