@@ -100,7 +100,7 @@ class CaseRecorder:
         if generic(key) in self.wanted and self.selection.wants(key):
             self.writer.put(key, value)
         elif not all_finite(value):
-            self.writer.look()
+            self.writer.inspect_new()
             self.check.see(key, value)
 
 

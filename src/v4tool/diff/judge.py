@@ -21,6 +21,7 @@ from v4tool.diff.arithmetic import (
     Option,
     axes_of,
     bound,
+    in_form,
     longest_sum,
     replacements,
 )
@@ -38,7 +39,7 @@ from v4tool.verify.provenance import Provenance
 from v4tool.verify.results import Comparison
 from v4tool.verify.runtime import Runtime
 from v4tool.verify.tensors import OWN_DESCRIPTION, CheckpointWeights, Recorded, decode_steps
-from v4tool.verify.vt_module import surroundings
+from v4tool.verify.vt_module import vt_environment
 
 Combination = tuple[Option, ...]
 Errors = dict[tuple[str, str], dict[Combination, list[float]]]
@@ -230,12 +231,14 @@ class CandidateRuntime(Runtime):
     def _compute(self, frame: Frame, function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         node, operator = frame.spec.name, operator_of(frame.label)
         chosen = self.arithmetic.options(node, operator)
+        own = function
+        function = in_form(own, self.namespace, chosen)
         if self.fault is not None:
             function = self.fault.applied(node, function, self._own)
         with self._helpers(self._with_fault(node, replacements(self._own, chosen))):
             result = function(*frame.args, **kwargs)
         if self.explore and not frame.called and len(chosen):
-            self._try_combinations(frame, function, kwargs, operator)
+            self._try_combinations(frame, own, kwargs, operator)
         return result
 
     def _with_fault(self, node: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +269,7 @@ class CandidateRuntime(Runtime):
             if len(found) >= COMBINATIONS_AT_MOST:
                 return
             with self._helpers(replacements(self._own, combination)):
-                result = function(*frame.args, **kwargs)
+                result = in_form(function, self.namespace, combination)(*frame.args, **kwargs)
             values = result if isinstance(result, tuple) else (result,)
             pairs = zip(values, recorded, strict=True)
             found.append(max(error_of(frame, value, r, {})[0] for value, r in pairs))
@@ -332,7 +335,7 @@ def run(
     )
     terms = longest_sum(job.checkpoint.config)
     runtime.prepare(arithmetic, fault, terms, explore=explore)
-    with surroundings(runtime._module, runtime.environment):
+    with vt_environment(runtime._module, runtime.environment):
         runtime.load()
     with Trace() if trace or explore else nullcontext():
         for number, node, args in job.passes():
