@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from v4tool.config import ModelConfig
 from v4tool.diff.layout import Sizes
 from v4tool.diff.maps import TensorMap, filled
+from v4tool.diff.matching import sizes_of
 
 
 class Replay(nn.Module):
@@ -66,15 +67,18 @@ def fill(root: Replay, values: Mapping[str, Tensor]) -> None:
 
 
 def names_of(
-    rules: TensorMap, config: ModelConfig, recorded: Mapping[str, Tensor], tokens: int
+    rules: TensorMap, config: ModelConfig, recorded: Mapping[str, Tensor], tokens: int, step: str
 ) -> dict[str, Tensor]:
-    """The engine's name -> value, for one pass of a recording (keys without a prefix)."""
-    sizes = Sizes.of(config, tokens)
+    """The engine's name -> value, for one pass of a recording.
+
+    recorded: keys without the pass's prefix, which is `step`; tokens: of the prompt.
+    """
     found: dict[str, Tensor] = {}
     for rule in rules.rules:
         for layer in range(config.n_layers):
             name, key = rule.name.replace("{n}", str(layer)), filled(rule.key, {"n": str(layer)})
             if key in recorded and name not in found:
+                sizes = sizes_of(config, step + key, tokens)
                 found[name] = undone(recorded[key], rule.steps, sizes)
     return found
 
@@ -86,7 +90,7 @@ def undone(value: Tensor, steps: Iterable[str], sizes: Sizes) -> Tensor:
         if verb == "offset":
             value = torch.where(value < 0, value, value - sizes.value(words[0]))
         elif (verb, *words) == ("take", "1", "-1:"):
-            rows = torch.zeros(1, sizes.tokens - 1, value.shape[-1])
+            rows = torch.zeros(1, sizes.value("s") - 1, value.shape[-1])
             value = torch.cat([rows, value[:, None] if value.ndim == 2 else value], 1)
         else:
             raise NotImplementedError(step)

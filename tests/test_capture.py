@@ -38,9 +38,11 @@ def passes(file: GoldenFile) -> list[dict[str, Tensor]]:
 
 def replayed(file: GoldenFile, config: ModelConfig) -> list[dict[str, Tensor]]:
     """The values of each pass under the names of `transformers`."""
+    tokens = len(file.metadata("input_ids"))
+    steps = ["", *(f"decode.{i}." for i in range(len(file.metadata("decode_ids"))))]
     return [
-        names_of(TRANSFORMERS, config, values, values["input_ids"].shape[-1])
-        for values in passes(file)
+        names_of(TRANSFORMERS, config, values, tokens, step)
+        for step, values in zip(steps, passes(file), strict=True)
     ]
 
 
@@ -200,6 +202,16 @@ def test_the_map_says_what_stands_before_a_decode_step(tmp_path: Path) -> None:
         "call1/model.embed_tokens",
         "call2/model.embed_tokens",
     ]
+
+
+def test_tensors_that_a_rule_s_steps_need_are_recorded_too(tmp_path: Path) -> None:
+    rule = '{ name = "model.layers.{n}.in0", key = "layers.{n-1}.out", steps = ["append 1 OTHER"] }'
+    text = rule.replace("OTHER", "model.layers.{n}.self_attn.2.0")
+    (tmp_path / "mine.toml").write_text(f'summary = "mine"\nrules = [{text}]\n')
+    path, map_file = tmp_path / "a.safetensors", str(tmp_path / "mine.toml")
+    found = captured(Engine(), path, IDS, map=map_file)
+    names = ("in0", "self_attn.2.0")
+    assert set(found) == {f"model.layers.{n}.{name}" for n in (0, 1) for name in names}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

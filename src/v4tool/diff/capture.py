@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from v4tool.diff.maps import MapRule, TensorMap, load_map, pattern
+from v4tool.diff.layout import parse_step
+from v4tool.diff.maps import TensorMap, load_map, pattern
 from v4tool.errors import InputError, OutputError
 from v4tool.record.writer import RecordingWriter
 from v4tool.version import __version__
@@ -55,8 +56,8 @@ class Capture:
     ids: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rules = self.rules.rules if self.rules is not None else ()
-        self._wanted = [pattern(rule.name) for rule in rules]
+        named = names_of(self.rules) if self.rules is not None else ()
+        self._wanted = [pattern(name) for name, _ in named]
         self._known: dict[str, bool] = {}
         self._times: dict[str, int] = {}
 
@@ -205,18 +206,18 @@ def _no_modules(
 
 def _named_by(rules: TensorMap, modules: Mapping[str, nn.Module]) -> dict[str, Point]:
     """The modules that rules name, with or without an element or argument behind the name."""
-    by_length: dict[int, list[tuple[re.Pattern[str], list[str], MapRule]]] = {}
-    for rule in rules.rules:
-        parts = rule.name.split(".")
+    by_length: dict[int, list[tuple[re.Pattern[str], list[str], str]]] = {}
+    for text, key in names_of(rules):
+        parts = text.split(".")
         for length in range(len(parts), 0, -1):
-            entry = (pattern(".".join(parts[:length])), parts[length:], rule)
-            if "{key}" not in rule.name:
+            entry = (pattern(".".join(parts[:length])), parts[length:], key)
+            if "{key}" not in text:
                 by_length.setdefault(length, []).append(entry)
             if not ELEMENT.fullmatch(parts[length - 1]):
                 break
     found: dict[str, Point] = {}
     for name in modules:
-        for compiled, rest, rule in by_length.get(name.count(".") + 1, ()):
+        for compiled, rest, key in by_length.get(name.count(".") + 1, ()):
             child = ".".join([name, *rest[:1]])
             if not compiled.fullmatch(name) or (rest and child in modules):
                 continue
@@ -224,7 +225,16 @@ def _named_by(rules: TensorMap, modules: Mapping[str, nn.Module]) -> dict[str, P
             argument = bool(rest) and rest[0].startswith("in")
             point.arguments |= argument
             point.output |= not argument
-            point.embedding |= rule.key == "embed.out"
+            point.embedding |= key == "embed.out"
+    return found
+
+
+def names_of(rules: TensorMap) -> list[tuple[str, str]]:
+    """The patterns of names that a map needs, each with the key of its rule."""
+    found = []
+    for rule in rules.rules:
+        others = (parse_step(text).other for text in rule.steps)
+        found += [(rule.name, rule.key), *((other, "") for other in others if other is not None)]
     return found
 
 
