@@ -7,7 +7,7 @@ which arithmetic that is (`search`) and what residues mean (`verdict`).
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from v4tool.verify.compare import Rule
 from v4tool.verify.frames import Frame, Judged, RunScope
 from v4tool.verify.judging import Judge
 from v4tool.verify.language import read_description
-from v4tool.verify.passes import DECODE, MTP_DECODE, PREFILL
+from v4tool.verify.locations import ENDS
+from v4tool.verify.passes import DECODE, MTP, MTP_DECODE, PREFILL
 from v4tool.verify.provenance import Provenance
 from v4tool.verify.results import Comparison
 from v4tool.verify.runtime import Runtime
@@ -46,6 +47,8 @@ Errors = dict[tuple[str, str], dict[Combination, list[float]]]
 
 COMBINATIONS_AT_MOST = 6
 """Blocks in which every combination of an operator's options is tried: they are alike."""
+LAYERS_OF_A_KIND = 2
+"""Layers of the same ratio and routing in which the arithmetic is looked for."""
 
 
 def operator_of(label: str) -> str:
@@ -273,6 +276,18 @@ class CandidateRuntime(Runtime):
 
 
 @dataclass(frozen=True)
+class Part:
+    """What of the model is run: units (layers, `mtp.0`, `ends`; None: all), the last layer."""
+
+    units: frozenset[str] | None = None
+    last_layer: int | None = None
+    prefill_only: bool = False
+
+
+WHOLE = Part()
+
+
+@dataclass(frozen=True)
 class DiffJob:
     """A candidate, the checkpoint that it ran, and how much of the model it recorded."""
 
@@ -299,24 +314,43 @@ class DiffJob:
         for step in range(decode_steps(self.candidate.specs)):
             yield 2 + step, DECODE, (step,)
 
+    def sample(self) -> Part:
+        """The first layers of every kind, MTP and what is outside of layers, in the prefill."""
+        config, kinds = self.checkpoint.config, dict[tuple[int, bool], list[int]]()
+        for n in range(config.n_layers):
+            kinds.setdefault((config.ratio(n), config.is_hash(n)), []).append(n)
+        layers = {n for same in kinds.values() for n in same[:LAYERS_OF_A_KIND]}
+        units = frozenset({ENDS, MTP, *(f"layers.{n}" for n in layers)})
+        prefill = any(not key.startswith("decode.") for key in self.candidate.specs)
+        return Part(units, prefill_only=prefill)
+
+    def at(self, key: str) -> Part:
+        """The layer of a key, as far as it is needed for the key's value."""
+        layer = layer_of(key)
+        if layer is None:
+            return Part(frozenset({ENDS, MTP}))
+        first = not key.startswith(("decode.", "mtp."))
+        return Part(frozenset({f"layers.{layer}"}), layer if first else None, prefill_only=first)
+
 
 def run(
     job: DiffJob,
     arithmetic: Arithmetic,
+    part: Part = WHOLE,
     *,
     fault: Fault | None = None,
     explore: bool = False,
     trace: bool = False,
-    last_layer: int | None = None,
 ) -> Run:
     """Run the model on the candidate's tensors under an arithmetic, and a fault if one is given.
 
+    part: what of the model is run; layers outside it are skipped where their result is recorded.
     explore: also try all combinations of options on nodes whose inputs are recorded. trace: find
-    out which keys and operators are behind each key. last_layer: end the prefill behind it.
+    out which keys and operators are behind each key.
     """
-    scope = job.scope
-    if last_layer is not None:
-        scope = RunScope(mtp=False, partial=True, last_layer=last_layer)
+    scope = replace(job.scope, units=part.units)
+    if part.last_layer is not None:
+        scope = replace(scope, mtp=False, last_layer=part.last_layer)
     directory: Path = job.checkpoint.directory
     runtime = CandidateRuntime(
         read_description(OWN_DESCRIPTION),
@@ -336,7 +370,7 @@ def run(
         runtime.load()
     with Trace() if trace or explore else nullcontext():
         for number, node, args in job.passes():
-            if last_layer is None or number == 0:
+            if number == 0 or not part.prefill_only:
                 runtime.start_pass(number)
                 runtime.run_pass(number, node, *args)
     return runtime.run

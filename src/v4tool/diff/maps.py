@@ -8,6 +8,7 @@ tensors (`readers`) and judging them (`judge`).
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,7 +73,8 @@ def load_map(name: str) -> TensorMap:
 class Candidate:
     """A candidate's tensors under our keys, each read and laid out when it is asked for.
 
-    matched: key -> (name, rule); unmatched: names without a rule.
+    matched: key -> (name, rule); unmatched: names without a rule. given: values that come from
+    elsewhere; shapes: those of keys whose shape does not depend on routing.
     """
 
     tensors: ForeignTensors
@@ -80,6 +82,7 @@ class Candidate:
     matched: dict[str, tuple[str, MapRule]] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
     given: dict[str, Tensor] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -105,7 +108,10 @@ class Candidate:
         name, rule = self.matched[key]
         value = self.tensors.tensors[name].load()
         steps = [parse_step(text) for text in rule.steps]
-        return apply_steps(value, steps, self._sizes_of(key), f"rule {rule.name} for {name}")
+        value = apply_steps(value, steps, self._sizes_of(key), f"rule {rule.name} for {name}")
+        shape = self.shapes.get(key)
+        fits = shape is not None and value.numel() == prod(shape)
+        return value.reshape(shape) if shape is not None and fits else value
 
     def _sizes_of(self, key: str) -> Sizes:
         return self.sizes.of_one_token() if key.startswith("decode.") else self.sizes

@@ -16,7 +16,6 @@ from v4tool.diff.faults import FAULTS, Fault
 from v4tool.diff.judge import DiffJob, run
 from v4tool.diff.results import DiffVerdict, NamedFault, OperatorRow, Residue
 from v4tool.diff.search import medians_of
-from v4tool.names import layer_of
 
 OUTLIER = 32.0
 """A residue this many times the typical one is an outlier: on sound ports in FP32 the largest of
@@ -62,9 +61,7 @@ def find_verdict(
 
 def _tried(job: DiffJob, arithmetic: Arithmetic, fault: Fault, at: Residue) -> NamedFault | None:
     """The fault, if the candidate's value is what the operator gives with it."""
-    layer = layer_of(at.key)
-    prefill = layer is not None and at.order[0] == 0
-    found = run(job, arithmetic, fault=fault, last_layer=layer if prefill else None)
+    found = run(job, arithmetic, job.at(at.key), fault=fault)
     error = next((r.error for r in found.residues if r.key == at.key), math.inf)
     if not error <= at.bound or error * NAMED > at.error:
         return None
