@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from statistics import median
 
 from v4tool.diff.arithmetic import PRESETS, Arithmetic, Axis, Option, axes_of
-from v4tool.diff.judge import DiffJob, Run, run
+from v4tool.diff.judge import Run
 from v4tool.diff.results import Residue
+from v4tool.diff.running import DiffJob, run
 
 BETTER = 2.0
 """An option must lower the median residue by this factor to replace what is simpler."""

@@ -3,7 +3,7 @@
 An operator is at fault where its residue, under the candidate's own arithmetic, exceeds what a
 right result may show (`arithmetic.bound`), or is an outlier among the candidate's residues. The
 first such key in execution order is named; if values before it were not recorded, the fault is in
-the span between the recorded keys. Left out: computing residues (`judge`).
+the span between the recorded keys. Left out: running operators (`running`) and residues (`judge`).
 """
 
 import math
@@ -13,8 +13,8 @@ from statistics import median
 
 from v4tool.diff.arithmetic import Arithmetic
 from v4tool.diff.faults import FAULTS, Fault
-from v4tool.diff.judge import DiffJob, run
 from v4tool.diff.results import DiffVerdict, NamedFault, OperatorRow, Residue
+from v4tool.diff.running import DiffJob, run
 from v4tool.diff.search import medians_of
 
 OUTLIER = 32.0
