@@ -1,3 +1,1 @@
-"""Measurements: v4tool beside a straightforward port and the machine's limits. Run `python -m
-bench`.
-"""
+"""Benchmarks: v4tool, a straightforward port and the machine's limits (`python -m bench`)."""

@@ -1,4 +1,4 @@
-"""`python -m bench`: v4tool beside a straightforward port, on blocks of the real size.
+"""`python -m bench`: time of v4tool and of a straightforward port on blocks of the real size.
 
 Makes a random checkpoint of the real widths with few experts (`bench.weights` has it stand in for
 all of them), measures every kind of block by every engine in processes of their own, alternating,
@@ -39,12 +39,12 @@ app = typer.Typer(add_completion=False)
 
 
 def numbers(text: str) -> list[int]:
-    """Numbers with commas between."""
+    """Parse a comma-separated list of integers."""
     return [int(part) for part in text.split(",") if part]
 
 
 def run(module: str, *arguments: object) -> Row:
-    """One measurement in its own process."""
+    """Run one measurement in its own process; returns its JSON result."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -54,9 +54,7 @@ def run(module: str, *arguments: object) -> Row:
 
 
 def checkpoint(directory: Path, full: ModelConfig, layers: list[int], experts: int) -> Path:
-    """The checkpoint with those layers, made if it is not there yet; its size and time are told
-    first.
-    """
+    """The checkpoint with these layers; generated if missing, after a message with its size."""
     path = directory / f"layers-{'-'.join(map(str, layers))}-experts-{experts}-seed-{SEED}"
     if not path.exists():
         size = plan(full, experts=experts, layers=layers).total_size
@@ -66,13 +64,13 @@ def checkpoint(directory: Path, full: ModelConfig, layers: list[int], experts: i
 
 
 def engines_of(engines: list[str], config: ModelConfig, layer: int) -> list[str]:
-    """Who computes a block: the peer main layers only, numpy those with an indexer only."""
+    """The engines to measure for a block; peer: main layers only, numpy: layers with indexer."""
     main, indexer = layer < config.n_layers, layer < config.n_layers and config.ratio(layer) == 4
     return [e for e in engines if e == "c" or (e == "peer" and main) or (e == "numpy" and indexer)]
 
 
 def same_bits(groups: list[list[Row]]) -> list[str]:
-    """Blocks that v4tool's engines do not agree on."""
+    """Blocks for which v4tool's engines give different bits."""
     seen: dict[tuple[int, int], set[str]] = {}
     for group in groups:
         for row in group:
@@ -82,7 +80,7 @@ def same_bits(groups: list[list[Row]]) -> list[str]:
 
 
 def result_file(machine: Row) -> Path:
-    """Where this machine's results are kept."""
+    """The file of this machine's results."""
     slug = re.sub(r"[^a-z0-9]+", "-", f"{machine['cpu']} {machine['cores']} cores".lower())
     return RESULTS / f"{slug.strip('-')}.json"
 
@@ -100,7 +98,7 @@ def main(
     delete: Annotated[bool, typer.Option(help="delete the checkpoint at the end")] = False,
     save: Annotated[bool, typer.Option(help="keep the results in bench/results")] = True,
 ) -> None:
-    """Measure and show."""
+    """Run the measurements, store the results and print the tables."""
     full = ModelConfig.from_file(FLASH)
     kept, lengths = numbers(layers), numbers(tokens)
     config = reduce(full, layers=kept)
@@ -150,7 +148,7 @@ def main(
 
 
 def show(result: Row, groups: list[list[Row]]) -> None:
-    """All tables to stdout."""
+    """Print all tables to stdout."""
     out = Console(width=None if sys.stdout.isatty() else 120)
     machine = result["machine"]
     out.print(

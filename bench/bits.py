@@ -1,5 +1,4 @@
-"""Why the reference is computed in binary64: how many keys keep their bits from one machine to
-another.
+"""Reproducibility of binary64 and FP32 accumulation: keys with equal bits across machine settings.
 
 Two machines are played by one: torch with and without vector instructions and MKL in its
 compatibility mode stand for two processors. Each dump is a process of its own. Run as `python -m
@@ -26,7 +25,7 @@ LAST = "layers.{}.out"
 
 
 def dump(out: Path, accumulate: str, case: str, environment: dict[str, str]) -> None:
-    """One recording of the case by a fresh process."""
+    """Record the case in a new process."""
     command = [sys.executable, "-m", "v4tool", "dump", "--case", case, "--out", str(out)]
     command += ["--accumulate", accumulate, "--quiet", "--json"]
     subprocess.run(command, env={**os.environ, **environment}, check=True, stdout=subprocess.PIPE)

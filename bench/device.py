@@ -1,4 +1,4 @@
-"""Does another device give the same bits? The port on a CPU and on a GPU, both in binary64.
+"""Bit-equality of devices: the port on a CPU and on a GPU, both in binary64.
 
 First the golden recordings in `tests/golden` (and the larger ones where they are), computed on the
 device. Then one layer with the release's dimensions and random weights, and the MTP block, on the
@@ -28,7 +28,7 @@ FLASH = ROOT / "src" / "v4tool" / "data" / "flash_config.json"
 
 
 class OnDevice:
-    """A checkpoint whose tensors arrive on a device."""
+    """A weight reader that moves tensors to a device."""
 
     def __init__(self, checkpoint: Checkpoint, device: str) -> None:
         self.checkpoint, self.device = checkpoint, device
@@ -55,7 +55,7 @@ class OnDevice:
 def recorded(
     checkpoint: Checkpoint, device: str, ids: list[int], decode: list[int]
 ) -> dict[str, Tensor]:
-    """Everything that the port shows, as it would be recorded, computed on a device."""
+    """The port's outputs computed on a device, as they would be recorded."""
     seen: dict[str, Tensor] = {}
 
     def tap(key: str, value: Tensor) -> None:
@@ -68,7 +68,7 @@ def recorded(
 
 
 def compare(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, Any]:
-    """Keys and elements that are equal bit for bit, and the first keys that are not."""
+    """Number of keys and elements with equal bits, and the first keys that differ."""
     different, elements, unequal = [], 0, 0
     for key, value in expected.items():
         words = (torch.int32 if value.element_size() == 4 else torch.int64,)
@@ -84,13 +84,13 @@ def compare(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, 
 
 
 def golden_files() -> list[Path]:
-    """The golden recordings at hand."""
+    """The available golden recordings."""
     places = (ROOT / "tests" / "golden", ROOT.parent / "shared" / "golden")
     return [path for place in places for path in sorted(place.glob("len*.safetensors"))]
 
 
 def golden(path: Path, device: str) -> dict[str, Any]:
-    """One golden recording against the device."""
+    """Compare one golden recording with the device's results."""
     with safe_open(str(path), "pt") as file:
         metadata = file.metadata()
         expected = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
@@ -100,7 +100,7 @@ def golden(path: Path, device: str) -> dict[str, Any]:
 
 
 def real_layer(device: str, layer: int, tokens: int, experts: int) -> dict[str, Any]:
-    """One layer and MTP of the release's dimensions: CPU against device."""
+    """Compare CPU and device on one layer and MTP with the release's dimensions."""
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory) / "ckpt"
         synth(target, ModelConfig.from_file(FLASH), seed=0, layers=[layer], experts=experts)
@@ -112,7 +112,7 @@ def real_layer(device: str, layer: int, tokens: int, experts: int) -> dict[str, 
 
 
 def main() -> None:
-    """Print one JSON line a comparison."""
+    """Print one JSON line per comparison."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layer", type=int, default=2, help="which of the release's layers")

@@ -1,4 +1,4 @@
-"""What the machine is and what it can do at most: disk, memory, binary64 products.
+"""Description of the machine and its measured limits: disk, memory, binary64 products.
 
     python -m bench.machine CHECKPOINT --threads 2
 
@@ -36,7 +36,7 @@ def cpu_model() -> str:
 
 
 def description() -> dict[str, Any]:
-    """The machine and what runs on it."""
+    """Processor, cores, memory, operating system and library versions."""
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0))
@@ -51,7 +51,7 @@ def description() -> dict[str, Any]:
 
 
 def best(rounds: int, work: Callable[[], object]) -> float:
-    """The least seconds of several runs."""
+    """The shortest time of several runs, in seconds."""
     times = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -61,9 +61,7 @@ def best(rounds: int, work: Callable[[], object]) -> float:
 
 
 def read_speed(path: Path, *, cold: bool) -> float | None:
-    """GB/s of reading half a GiB in 4 MiB pieces; cold: with its pages dropped first, where that
-    can be.
-    """
+    """GB/s of reading half a GiB in 4 MiB pieces; cold: after dropping its pages, if possible."""
     if cold and not hasattr(os, "posix_fadvise"):
         return None
     fd, buffer = os.open(path, os.O_RDONLY), torch.empty(CHUNK, dtype=torch.uint8).numpy().data

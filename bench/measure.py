@@ -1,4 +1,4 @@
-"""One measurement in a process of its own: a block of the real size, by one way of computing it.
+"""Measures one block of the real size with one engine, in its own process.
 
     python -m bench.measure CHECKPOINT CONFIG --engine c --layer 2 --tokens 129
 
@@ -27,7 +27,9 @@ from bench.weights import StandIn
 from bench.work import operations
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import ModelConfig, Numerics
-from v4tool.model.block import block, embed, head_input, logits, mtp_input
+from v4tool.model.block import block, embed, head_input
+from v4tool.model.head import logits
+from v4tool.model.mtp import mtp_input
 from v4tool.model.prefetch import PrefetchingWeights
 from v4tool.model.scope import Scope, Segment, Weights
 from v4tool.names import Step
@@ -36,7 +38,7 @@ ENGINES = ("c", "numpy", "peer")
 
 
 def peak_rss() -> int:
-    """The most memory of this process, in bytes (without what the parent had when it began)."""
+    """Peak resident memory of this process in bytes, without the parent's at its start."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
@@ -46,7 +48,7 @@ def peak_rss() -> int:
 
 
 def cpu_seconds() -> float:
-    """Processor seconds of all threads so far."""
+    """Processor time of all threads, in seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -58,7 +60,7 @@ def scope_of(
     tokens: int,
     tap: Callable[[str, Tensor], None],
 ) -> Scope:
-    """The top of the model for one prompt of random ids."""
+    """The root scope of the model for one prompt of random ids."""
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(0, config.vocab_size, (tokens,), generator=generator)
     segment = Segment(Step("", tokens, 0), ids, {}, tap)
@@ -74,9 +76,7 @@ def streams(config: ModelConfig, tokens: int) -> Tensor:
 def task(
     engine: str, weights: Weights, config: ModelConfig, layer: int, tokens: int, threads: int
 ) -> Callable[[], Any]:
-    """What is measured: layer `n_layers` is MTP's block with its input, `n_layers + 1` embedding
-    and head.
-    """
+    """The function to measure; layer `n_layers`: the MTP block, `n_layers + 1`: embedding, head."""
     x = streams(config, tokens)
     if engine == "peer":
         ids = scope_of(weights, config, Numerics(), tokens, lambda name, value: None).ids
@@ -98,7 +98,7 @@ def task(
 
 @contextmanager
 def opened(arguments: argparse.Namespace) -> Iterator[tuple[StandIn, PrefetchingWeights]]:
-    """The weights to be measured with, and the same with reads announced, as a dump has them."""
+    """The weight reader of a measurement, and the same with prefetching, as in a dump."""
     config = ModelConfig.from_file(arguments.config)
     with Checkpoint.open(arguments.checkpoint, drop_pages=False) as checkpoint:
         weights = StandIn(checkpoint, config, arguments.tokens)
@@ -107,7 +107,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[StandIn, Prefetching
 
 
 def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """What every measurement of a block is told."""
+    """Command line options of a measurement."""
     out = argparse.ArgumentParser(description=description)
     out.add_argument("checkpoint", type=Path)
     out.add_argument("config", type=Path, help="config.json of the model that is stood in for")
@@ -119,7 +119,7 @@ def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the task as often as asked."""
+    """Run the task several times; returns times, memory and bytes read."""
     torch.set_num_threads(arguments.threads if arguments.engine == "peer" else 1)
     before = peak_rss()
     with opened(arguments) as (weights, announced):

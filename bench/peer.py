@@ -1,4 +1,4 @@
-"""A straightforward port of one block, to measure v4tool against.
+"""A straightforward port of one block, as a baseline for the benchmarks.
 
 The prefill of SPEC section 5 as one would first write it: everything in FP32, every weight
 dequantised as a whole, `F.linear` and `einsum` with torch's own threads, all queries at once. It
@@ -82,7 +82,7 @@ class Peer:
         return bf16(F.linear(fp8(x, 128), self.dequantised(name, x.shape[-1])))
 
     def block(self, x: Tensor) -> Tensor:
-        """Streams [s, M, D] in, streams out."""
+        """One block: streams [s, M, D] -> [s, M, D]."""
         x = x.float()
         y, post, comb = self.hc_pre("hc_attn", x)
         y = self.attention(rms(y, self.plain("attn_norm.weight"), self.config.norm_eps))
@@ -92,7 +92,7 @@ class Peer:
         return self.hc_post(y, x, post, comb)
 
     def hc_pre(self, name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mix the streams into one; how the result goes back."""
+        """The sub-layer's input, and the coefficients for `hc_post`."""
         c, m = self.config, self.config.hc_mult
         flat = x.flatten(1)
         norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + c.norm_eps)
@@ -109,7 +109,7 @@ class Peer:
         return bf16((pre.unsqueeze(-1) * x).sum(1)), post, comb
 
     def hc_post(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        """Spread a sub-layer's result over the streams."""
+        """Add a sub-layer's result to the mixed streams."""
         mixed = torch.einsum("sij,sid->sjd", comb, x)
         return bf16(post.unsqueeze(-1) * y.unsqueeze(1) + mixed)
 
@@ -134,7 +134,7 @@ class Peer:
         return torch.cat([x[..., :-dim], bf16(torch.view_as_real(turned).flatten(-2))], -1)
 
     def attention(self, x: Tensor) -> Tensor:
-        """Window and compressed blocks."""
+        """Attention over the window and compressed blocks."""
         c, s = self.config, x.shape[0]
         positions, rope = torch.arange(s), c.rope_head_dim
         qr = rms(self.linear("attn.wq_a", x), self.plain("attn.q_norm.weight"), c.norm_eps)

@@ -1,4 +1,4 @@
-"""What more threads give, beside what the machine gives to programs that share nothing.
+"""Speed-up by threads, compared with independent processes on the same machine.
 
     python -m bench.scaling CHECKPOINT CONFIG --layer 2 --tokens 129 --threads 2
 
@@ -25,7 +25,7 @@ from bench.measure import opened, parser, task
 
 @contextmanager
 def passes(arguments: argparse.Namespace) -> Iterator[Callable[[int], float]]:
-    """A function that computes the block once on so many threads, and gives the seconds."""
+    """A function that computes the block once on `threads` threads and returns the seconds."""
     torch.set_num_threads(1)
     with opened(arguments) as (weights, announced):
 
@@ -39,8 +39,7 @@ def passes(arguments: argparse.Namespace) -> Iterator[Callable[[int], float]]:
 
 
 def serve(arguments: argparse.Namespace, asked: Connection) -> None:
-    """In another process: a pass on one thread whenever it is asked for, until the other end is
-    closed."""
+    """Loop of the other process: one pass per request, until the connection is closed."""
     with passes(arguments) as once:
         try:
             while True:
@@ -52,7 +51,7 @@ def serve(arguments: argparse.Namespace, asked: Connection) -> None:
 
 @contextmanager
 def beside(arguments: argparse.Namespace) -> Iterator[Connection]:
-    """Another process that computes the same block."""
+    """A second process that computes the same block."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(arguments, there))
@@ -66,7 +65,7 @@ def beside(arguments: argparse.Namespace) -> Iterator[Connection]:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Seconds a pass in every way, one warm-up first, and the ratios."""
+    """Seconds per pass by threads and by processes, after one warm-up, and their ratios."""
     threads, ways = arguments.threads, ("one", "several", "processes")
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The measurements as tables."""
+"""Tables of the measurements."""
 
 from collections.abc import Iterable
 from statistics import median
@@ -9,7 +9,7 @@ from bench.whole import Row, middle
 
 
 def table(title: str, *columns: str) -> Table:
-    """An empty table, numbers to the right."""
+    """An empty table; numeric columns are right-aligned."""
     out = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
         out.add_column(column, justify="left" if i < 2 else "right")
@@ -17,7 +17,7 @@ def table(title: str, *columns: str) -> Table:
 
 
 def name(row: Row) -> str:
-    """What a measured block is."""
+    """The name of a measured block."""
     if row["ratio"] is None:
         return "embedding, head"
     return f"ratio {row['ratio']}" + (", MTP" if row["mtp"] else "")
@@ -59,7 +59,7 @@ def blocks(groups: Iterable[list[Row]]) -> Table:
 
 
 def forwards(rows: list[Row], machine: Row) -> Table:
-    """The whole model beside what disk and arithmetic would need."""
+    """Time of the whole model, and the times of disk and arithmetic alone."""
     out = table(
         "Whole forward, from these blocks",
         *("tokens", "by", "s", "GB", "TFLOP", "disk alone, s", "arithmetic alone, s"),
@@ -95,7 +95,7 @@ def growth(rows: list[Row]) -> Table:
 
 
 def scaling(rows: list[Row]) -> Table:
-    """What threads give, and what as many processes that share nothing get from the machine."""
+    """Speed-up by threads and by as many independent processes."""
     out = table(
         "Threads, on a ratio-4 block (medians, in turn)",
         *("tokens", "threads", "1 thread, s", "all, s", "times faster", "processes, s", "at most"),

@@ -1,4 +1,4 @@
-"""A small checkpoint that answers for one of the real size (what `bench` reads weights from).
+"""Weights for benchmarks: a small checkpoint in place of one of the real size.
 
 Only a few routed experts a layer are on disk; expert e of the model is read from expert e mod N.
 The router is made here, so that a given number of tokens reaches as many experts as they do in
@@ -23,7 +23,7 @@ section 6).
 
 
 def experts_reached(tokens: int, config: ModelConfig) -> int:
-    """Experts that this many tokens reach: a power law through the published figures."""
+    """Expected number of experts that have tokens: a power law fitted to published figures."""
     points = sorted(PUBLISHED.items())
     low, high = (points[0], points[1]) if tokens < points[1][0] else (points[1], points[2])
     slope = math.log(high[1] / low[1]) / math.log(high[0] / low[0])
@@ -33,7 +33,7 @@ def experts_reached(tokens: int, config: ModelConfig) -> int:
 
 
 def candidates(tokens: int, reached: int, config: ModelConfig) -> int:
-    """Experts that the router draws from, so that `reached` of them are expected to be drawn."""
+    """Size of the pool of experts for which `reached` of them are expected to be chosen."""
     k = config.n_activated_experts
     for pool in range(reached, config.n_routed_experts):
         if pool * (1 - (1 - k / pool) ** tokens) >= reached - 0.5:
@@ -42,9 +42,7 @@ def candidates(tokens: int, reached: int, config: ModelConfig) -> int:
 
 
 class StandIn:
-    """The weights of the model `config` from a checkpoint with fewer experts; counts what is
-    used.
-    """
+    """Weights of model `config` from a checkpoint with fewer experts; counts bytes read, used."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, tokens: int) -> None:
         self.checkpoint, self.config = checkpoint, config
@@ -55,19 +53,19 @@ class StandIn:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes taken from the files."""
+        """Bytes read from the files."""
         return self.checkpoint.bytes_read
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of the tensors that were asked for since `used` was emptied, each counted once."""
+        """Bytes of the tensors read since `used` was cleared, each counted once."""
         return sum(self.used.values())
 
     def _there(self, name: str) -> str:
         return re.sub(r"(\.experts\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) % self.present}", name)
 
     def _made(self, name: str) -> Tensor | None:
-        """The router: large weights for the pool, the rest out of reach."""
+        """Router weights: large for the pool, so that no other expert is chosen."""
         if ".ffn.gate." not in name:
             return None
         if name not in self._router:
@@ -113,5 +111,5 @@ class StandIn:
         return self.checkpoint.gather_rows(name, rows)
 
     def advise(self, names: Iterable[str]) -> None:
-        """What will be read soon."""
+        """Start read-ahead of these weights."""
         self.checkpoint.advise(map(self._there, names))

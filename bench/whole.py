@@ -1,6 +1,4 @@
-"""From a few measured blocks to the whole model: every layer counted with the time of one of its
-kind.
-"""
+"""Extrapolation from measured blocks to the whole model: each layer counts as one of its kind."""
 
 from statistics import median
 from typing import Any
@@ -11,7 +9,7 @@ Row = dict[str, Any]
 
 
 def select(rows: list[Row], engine: str, tokens: int) -> dict[int, list[Row]]:
-    """The measurements of one engine and length, by layer."""
+    """Select the measurements of one engine and length, by layer."""
     out: dict[int, list[Row]] = {}
     for row in rows:
         if row["engine"] == engine and row["tokens"] == tokens:
@@ -20,15 +18,13 @@ def select(rows: list[Row], engine: str, tokens: int) -> dict[int, list[Row]]:
 
 
 def middle(rows: list[Row], key: str) -> float:
-    """The median of a measured figure; lists of several passes are taken together."""
+    """The median of a measured figure over all passes."""
     values = [v for row in rows for v in (row[key] if isinstance(row[key], list) else [row[key]])]
     return float(median(values))
 
 
 def counts(full: ModelConfig, config: ModelConfig) -> dict[int, int]:
-    """How often each measured block (of `config`) stands in the model `full`; MTP and heads once,
-    twice.
-    """
+    """Number of blocks of model `full` of each measured block's kind; MTP once, heads twice."""
     out = {
         layer: sum(full.ratio(i) == config.ratio(layer) for i in range(full.n_layers))
         for layer in range(config.n_layers)
@@ -39,8 +35,7 @@ def counts(full: ModelConfig, config: ModelConfig) -> dict[int, int]:
 def whole(
     full: ModelConfig, config: ModelConfig, rows: list[Row], engine: str, tokens: int
 ) -> Row | None:
-    """The whole forward of an engine: seconds, bytes, operations; None where a block was not
-    measured.
+    """Seconds, bytes and operations of a whole forward pass; None if a block was not measured.
 
     What an engine does not compute (the peer has neither MTP's input nor the heads) is left out
     of its time.

@@ -1,19 +1,17 @@
-"""How much arithmetic a block is, from the configuration alone (multiply and add counted as
-two).
-"""
+"""Number of operations of a block, from the configuration (multiply and add count as two)."""
 
 from v4tool.config import ModelConfig
 
 
 def operations(config: ModelConfig, layer: int, tokens: int) -> int:
-    """Operations of all products of a block's prefill, element-wise steps left out."""
+    """Operations of all products of a block's prefill, without element-wise steps."""
     if layer > config.n_layers:
         return 2 * config.vocab_size * config.dim
     return 2 * (tokens * per_token(config, layer) + attended(config, layer, tokens))
 
 
 def per_token(c: ModelConfig, layer: int) -> int:
-    """Multiplications of a token with weights."""
+    """Multiplications with weights per token."""
     ratio, width = c.ratio(layer), c.n_heads * c.head_dim
     mixes = 2 * (2 + c.hc_mult) * c.hc_mult * c.hc_mult * c.dim
     queries = c.dim * c.q_lora_rank + c.q_lora_rank * width + c.dim * c.head_dim
@@ -32,7 +30,7 @@ def per_token(c: ModelConfig, layer: int) -> int:
 
 
 def attended(c: ModelConfig, layer: int, tokens: int) -> int:
-    """Multiplications of queries with keys and values, all columns of the table counted."""
+    """Multiplications of queries with keys and values, over all columns of the table."""
     ratio = c.ratio(layer)
     columns = min(tokens, c.window_size)
     blocks = tokens // ratio if ratio else 0

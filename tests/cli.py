@@ -1,4 +1,4 @@
-"""The command line, called in this process as the installed script calls it."""
+"""Runs the command line in this process, as the installed script does, and returns its output."""
 
 import sys
 from dataclasses import dataclass

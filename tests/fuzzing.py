@@ -1,4 +1,4 @@
-"""Damaged texts for the parsers (tokens replaced, dropped, repeated), and a limit on memory.
+"""Mutation of texts for fuzz tests (tokens replaced, dropped, repeated), and a memory limit.
 
 A text of the corpus is cut into tokens; some are replaced by what is known to be hard for parsers
 of that language (`HOSTILE`), the rest of the damage is on bytes. Left out: what a parser must do
@@ -36,6 +36,11 @@ _TOML = (
     *(*_NUMBERS, *_TEXTS, *_NESTS, "0x" + "f" * 5000, "1979-05-27T07:32:00Z", "99:99:99", "'''"),
     *('"""', "[[cases]]", "[a]", "a." * 3000 + "b = 1", "a = {b = 1}\n", "\\", "\0", "\r", "#"),
 )
+_STEPS = ("reshape", "transpose", "squeeze", "take -1", "split", "deinterleave", "offset")
+_MAP = (
+    *(*_TOML, '"{n}"', '"{n}.{n}"', '"{key}{key}"', '"{i+1}"', '"{i}"', '"("', '"take -1 0:1"'),
+    *(f'"{verb} {size}"' for verb in _STEPS for size in ("0", "-1", "9" * 30, "1,1", "x", "0 0/0")),
+)
 _PYTHON = (
     *(*_NUMBERS, *_TEXTS, *_NESTS, "(" * 90 + ")" * 90, "-" * 20000, "x" + ".a" * 20000),
     *("{[]: 1}", "{**x}", "{{}}", "{1, []}", "b'x'", "1j", "f'{x!r}'", "f'{'", r"'\N{no}'", "\0"),
@@ -49,6 +54,7 @@ HOSTILE = {
     "index": _JSON,
     "config": _JSON,
     "profile": _TOML,
+    "map": _MAP,
     "vt": _PYTHON,
 }
 """Tokens that are hard to parse, by the folder of the corpus."""

@@ -1,4 +1,4 @@
-"""Random operands of products, ordinary and extreme, and which ways to compute them are there."""
+"""Random operands of products, ordinary and extreme, and the available backends."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""The golden quantisation tables and the comparison by bits, for the tests of v4tool.quant."""
+"""The golden quantisation tables, and comparison by bits, for tests of v4tool.quant."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Copies of recordings with one thing wrong: for the tests of `check`."""
+"""Copies of recordings with one modification, for tests of `check`."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Taking safetensors files apart and putting them together again, whole or broken, for tests."""
+"""Reading and writing of safetensors files, valid and damaged, for tests."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Quantised activations, the Hadamard rotation and the one rounding to BF16 (SPEC 3 to 5)."""
+"""Activation quantisation, Hadamard rotation and rounding to BF16 (SPEC 3 to 5)."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The Python API: the documents' examples, the cost of an import, the names, what is refused."""
+"""The Python API: examples of the documents, import time, exported names, refused arguments."""
 
 import doctest
 import logging

@@ -1,6 +1,4 @@
-"""The measurements measure what they say: the peer does the same work, and the work is counted
-right.
-"""
+"""Benchmarks: the peer computes the same block, and operations are counted correctly."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The shipped cases: texts against frozen ids, lengths, files, anchors (SPEC section 7)."""
+"""The shipped cases: texts and frozen ids, lengths, files, anchors (SPEC section 7)."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""External anchors: applied to the release alone, judged by arg-max and half a nat."""
+"""`check --anchors`: applies to the release only; compares arg-max and log-probabilities."""
 
 import math
 

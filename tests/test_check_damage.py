@@ -1,4 +1,4 @@
-"""Every damage to a recording is found, and `check` names the key and the rule.
+"""`check` finds each kind of damage to a recording and reports its key and rule.
 
 The copies are of the small golden recordings. What is found without a manifest is tested
 without one.

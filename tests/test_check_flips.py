@@ -1,5 +1,4 @@
-"""One flipped lowest mantissa bit, in every BF16-valued key in turn: how many are found without
-weights or hash.
+"""`check` without weights and hashes: rate of detected single bit flips, over all BF16 keys.
 
 A run of `check` takes several flips that cannot be mistaken for each other: in layers that are
 not neighbours and not two passes of the same layer. A flip counts as found when a finding names

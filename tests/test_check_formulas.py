@@ -1,6 +1,4 @@
-"""The arithmetic of `check`: bits, intervals and formulas, against literal values, tables and
-the other way round.
-"""
+"""The arithmetic of `check` (bits, intervals, formulas) against literal values and tables."""
 
 import numpy as np
 import pytest

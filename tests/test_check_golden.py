@@ -1,6 +1,4 @@
-"""`check` finds nothing wrong with the golden recordings, which the port did not write, and
-says what it did.
-"""
+"""`check` has no findings on the golden recordings, and reports the rules it applied."""
 
 import pytest
 

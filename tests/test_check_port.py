@@ -1,4 +1,4 @@
-"""`check --port`: it passes on a sound checkpoint and port, and names what is wrong with others."""
+"""`check --port`: passes on a valid checkpoint and port, and names defects of others."""
 
 import shutil
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""Time and memory of a check on a recording with the release's widths (slow; the real one has
-43 layers).
+"""Time and memory of `check` on a recording with the release's widths (slow).
 
 The baseline is a plain loop that reads the file and takes its SHA-256, run alternately with the
 checks. Wall times are printed, the best of three runs; on a machine that does other work as

@@ -1,4 +1,4 @@
-"""The commands that show things, and `synth`: what they print, and with which status they end."""
+"""The commands `list` and `synth`: their output and exit status."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""`v4tool check` and `v4tool verify` as a user calls them: what they print, how they end."""
+"""The commands `check`, `verify` and `regen`: their output and exit status."""
 
 import json
 import shutil

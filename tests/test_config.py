@@ -1,4 +1,4 @@
-"""ModelConfig: every field from the file, nothing assumed, nothing senseless accepted (SPEC 1)."""
+"""ModelConfig: all fields are read from the file, no defaults, invalid values refused (SPEC 1)."""
 
 import copy
 import json

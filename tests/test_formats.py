@@ -1,4 +1,4 @@
-"""The number formats, by all of their codes and by the golden tables, bit for bit (SPEC 2, 3)."""
+"""The number formats, over all of their codes and the golden tables, bit for bit (SPEC 2, 3)."""
 
 import math
 from collections.abc import Callable

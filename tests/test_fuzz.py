@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, seed, settings
 
 from tests.conftest import GOLDEN_MINI
@@ -22,6 +23,8 @@ from v4tool.checkpoint.inspection import compare
 from v4tool.checkpoint.layout import layout
 from v4tool.checkpoint.tensor_index import INDEX, catalogue
 from v4tool.config import ModelConfig
+from v4tool.diff.maps import load_map, match
+from v4tool.diff.readers import ForeignTensors
 from v4tool.errors import V4ToolError
 from v4tool.profiles import encode, toml_files
 from v4tool.profiles.schema import ProfileFile
@@ -83,6 +86,28 @@ def as_profile(directory: Path, text: bytes) -> None:
     profiles.locate_checkpoint(profile, hub_cache=directory)
 
 
+NAMES = (
+    *("model.norm", "step2.model.norm", "pass2.x", "any.norm.out", "x", "any.a\nb"),
+    *(
+        f"model.layers.{n}.{kind}"
+        for n in ("0", "2", "9" * 5000, "٢")
+        for kind in ("in0", "q", "k")
+    ),
+)
+"""Names of another engine's tensors, some of which the maps of the corpus match."""
+
+
+def as_map(directory: Path, text: bytes) -> None:
+    path = directory / "fuzzed.toml"
+    path.write_bytes(text)
+    tensors = ForeignTensors(directory)
+    for name in NAMES:
+        tensors.add(name, (1, 6, CONFIG.dim), lambda: torch.zeros(1, 6, CONFIG.dim))
+    candidate = match(tensors, load_map(str(path)), CONFIG)
+    for key in candidate.specs:
+        candidate.read(key)
+
+
 def as_description(directory: Path, text: bytes) -> None:
     path = directory / "fuzzed.vt"
     path.write_bytes(text)
@@ -95,6 +120,7 @@ PARSERS: dict[str, Callable[[Path, bytes], None]] = {
     "index": as_index,
     "config": as_config,
     "profile": as_profile,
+    "map": as_map,
     "vt": as_description,
 }
 
@@ -126,6 +152,12 @@ REFUSED = {
     "header/many-duplicates.json": "fuzzed.safetensors: duplicate key t0, t1, t2, ",
     "header/nested.json": "fuzzed.safetensors: its header is not JSON",
     "index/nested-name.json": "weight_map: expected names of *.safetensors files beside it, found",
+    "map/axis-of-70-bits.toml": "rule model.norm for model.norm: squeeze 118059162071741130342",
+    "map/decode-without-number.toml": "decode: expected a pattern with {i} or {i+1}, found 'mod",
+    "map/empty-step.toml": "deinterleave, heads, offset, found ''",
+    "map/field-twice.toml": "rules.0.name: expected each field once, found 'model.layers.{n}.{n}",
+    "map/size-of-70-bits.toml": "rule model.norm for model.norm: reshape 118059162071741130342",
+    "map/unknown-key-of-a-rule.toml": "rules.0.step: unknown key (did you mean steps?), known are",
     "profile/cases-of-nobody.toml": f"fuzzed.toml: cases_file: {HOME}",
     "profile/device.toml": "/dev/zero: expected a file, found a pipe or device",
     "profile/hexadecimal.toml": "fuzzed.toml: seed: expected a whole number from 0 to 922337203685",
@@ -168,6 +200,7 @@ def test_corpus(path: Path, tmp_path: Path) -> None:
         ("config.json", ModelConfig.from_file),
         (INDEX, lambda path: catalogue(path.parent)),
         ("own.toml", lambda path: toml_files.read(path, "own.toml", ProfileFile)),
+        ("map.toml", lambda path: load_map(str(path))),
         ("own.vt", read_description),
         ("prompts.json", lambda path: Manifest.load(path.parent)),
     ],

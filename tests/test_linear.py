@@ -1,4 +1,4 @@
-"""The products: their definition in plain Python, the choice of a backend, what is refused."""
+"""Matrix products: the definition in plain Python, choice of a backend, refused arguments."""
 
 import math
 import subprocess

@@ -1,4 +1,4 @@
-"""Every way to compute a product against the readable one, bit for bit: codes, scales, shapes."""
+"""All backends of matrix products equal the readable one, bit for bit: codes, scales, shapes."""
 
 import math
 import threading

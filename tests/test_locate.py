@@ -1,4 +1,4 @@
-"""Where a profile's checkpoint is: named, to be made, or in the local Hugging Face cache."""
+"""Location of a profile's checkpoint: given, generated, or in the local Hugging Face cache."""
 
 import subprocess
 import sys

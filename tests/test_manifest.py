@@ -1,6 +1,4 @@
-"""`prompts.json`: what it says of a recording, that it loses nothing, and that it is never half
-written.
-"""
+"""The manifest `prompts.json`: contents, updates that lose nothing, atomic replacement."""
 
 import hashlib
 import json

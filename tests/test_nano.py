@@ -1,4 +1,4 @@
-"""The default profile end to end: the release's depth and vocabulary, its keys, its layout."""
+"""The default profile end to end: depth and vocabulary of the release, keys, layout."""
 
 from collections.abc import Iterator
 from pathlib import Path

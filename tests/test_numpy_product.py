@@ -1,4 +1,4 @@
-"""That the fallback proves where it may use a BLAS, and does so where it counts."""
+"""The NumPy backend: proof of exactness before a BLAS call, and how often it is made."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Profiles: which source wins, what is shipped, the cases of a file."""
+"""Profiles: precedence of sources, shipped profiles, cases of a file."""
 
 from collections.abc import Mapping
 from pathlib import Path

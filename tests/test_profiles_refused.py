@@ -1,4 +1,4 @@
-"""Profiles that are refused, and in which words: one line with source, key, expected and found."""
+"""Invalid profiles: one line with source, key, expected and found."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A recording opened for reading: NumPy arrays, torch tensors, metadata, and what is refused."""
+"""Reading a recording: NumPy arrays, torch tensors, metadata, refused files."""
 
 import subprocess
 import sys

@@ -1,6 +1,4 @@
-"""`regen`: the same bits again from frozen ids; an old reference goes only when the new one has
-passed.
-"""
+"""`regen`: equal payloads from frozen ids; a file is replaced only if the new one passes."""
 
 import hashlib
 import json

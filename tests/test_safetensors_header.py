@@ -1,6 +1,5 @@
-"""The two readers of a safetensors header on the same files: one raises for the first defect of a
-shard, the other reports every defect of a recording.
-"""
+"""The safetensors header parser: the shard reader raises for the first defect, the recording scan
+reports all of them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The reference has the same bits whatever computes it: threads, instruction set, product, company.
+"""Recordings have the same bits for any threads, instruction set, backend and batch of cases.
 
 Where machines are told apart, every run is a process of its own. What is compared is the SHA-256
 of the payload.

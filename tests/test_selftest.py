@@ -1,4 +1,4 @@
-"""The tiny recording of `check --port`: its payload hash by every backend, and what differs."""
+"""The payload hash of `check --port`: equal for all backends; the cause of a difference."""
 
 import pytest
 

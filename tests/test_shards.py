@@ -1,4 +1,4 @@
-"""Reading a checkpoint: equal to another reader, by rows, from threads, beyond 4 GiB."""
+"""Reading a checkpoint: compared with another reader, by rows, from threads, beyond 4 GiB."""
 
 import hashlib
 import json

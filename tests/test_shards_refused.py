@@ -1,4 +1,4 @@
-"""What people really had in place of a checkpoint: each is refused in one line that names it."""
+"""Invalid checkpoint directories, as users have had them: each is refused in one line."""
 
 import bz2
 import gzip

@@ -1,4 +1,4 @@
-"""stdout and stderr of real processes: a reader that has gone, a full disk, other encodings."""
+"""stdout and stderr of real processes: closed pipes, a full disk, other encodings."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Thread count and piece size change no bits; order of results; prefetch without waiting."""
+"""Threads and piece sizes change no bits; order of results; prefetching does not block."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Token ids: from text, back to text, and from what a user types."""
+"""Token ids: encoding, decoding, and parsing of ids given by a user."""
 
 from pathlib import Path
 

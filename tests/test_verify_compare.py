@@ -1,4 +1,4 @@
-"""Two tensors and the verdict on them: every status, with the figures that it comes with."""
+"""Comparison of two tensors: every status, with its statistics."""
 
 import math
 
@@ -112,6 +112,29 @@ def test_figures() -> None:
     assert found.axis == "token"
     dot, length = 22 + 4 + ABOVE_ONE, math.sqrt(24) * math.sqrt(22 + 16 + ABOVE_ONE**2)
     assert found.cosine == pytest.approx(dot / length, rel=1e-12)
+    off = math.hypot(3.0, ABOVE_ONE - 1)
+    assert found.relative_l2 == pytest.approx(off / math.sqrt(24), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("computed", "recorded", "relative_l2", "cosine"),
+    [
+        ((1, -2, 3), (1.5, -3, 4.5), 0.5, 1.0),  # a wrong factor, which the cosine does not show
+        ((1, -2, 3), (-1, 2, -3), 2.0, -1.0),
+        ((0, 0), (3, 4), math.inf, 0.0),
+        ((3, 4), (0, 0), 1.0, 0.0),
+        ((1, 2), (math.inf, 2), math.inf, math.nan),
+    ],
+)
+def test_relative_l2_is_relative_to_what_the_node_gives(
+    computed: tuple[float, ...],
+    recorded: tuple[float, ...],
+    relative_l2: float,
+    cosine: float,
+) -> None:
+    found = compare(KEY, bf16(*computed), f32(*recorded), EXACT)
+    assert found.relative_l2 == pytest.approx(relative_l2, rel=1e-12)
+    assert found.cosine == pytest.approx(cosine, rel=1e-12, nan_ok=True)
 
 
 def test_the_least_tolerance_passes_and_a_smaller_one_does_not() -> None:

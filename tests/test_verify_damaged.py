@@ -1,4 +1,4 @@
-"""Damaged and foreign recordings: findings and verdicts, never tracebacks."""
+"""`verify` on damaged and foreign recordings: findings and verdicts, no tracebacks."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The second description agrees with the released code's control flow on every golden recording."""
+"""`model.vt` agrees with the released code's control flow on every golden recording."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Reports of a verification, of a good and a bad one: JSON, JUnit XML, HTML, the terminal."""
+"""Reports of `verify`, of a passing and a failing recording: JSON, JUnit XML, HTML, terminal."""
 
 import json
 import re
@@ -90,22 +90,76 @@ def test_junit(good: VerifyResult, bad: VerifyResult, tmp_path: Path) -> None:
     assert len(two.findall("testcase")) == int(two.get("tests") or 0)
 
 
-def test_html(good: VerifyResult, bad: VerifyResult, tmp_path: Path) -> None:
-    """Self-contained: nothing is loaded from elsewhere; maps, strips and figures are there."""
+@pytest.fixture(scope="module")
+def page(good: VerifyResult, bad: VerifyResult, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The HTML page of both."""
     pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
-    path = tmp_path / "report.html"
+    path = tmp_path_factory.mktemp("html") / "report.html"
     write_report([good, bad], path)
-    text = path.read_text()
-    assert "<script" not in text
-    loaded = re.findall(r'(?:src|href)="([^"#][^"]*)"', text)
-    assert all(link.startswith("data:") for link in loaded), loaded[:3]
-    assert text.count("<svg") == 3 + 3 + 1, "three passes each, and the strips of the bad one"
-    assert "first wrong operator: sparse_attn of layers.2" in text
-    assert "3 wrong keys" in text
-    assert "layers.4" in text
+    return path.read_text()
+
+
+def test_html(good: VerifyResult, bad: VerifyResult, page: str, tmp_path: Path) -> None:
+    """Maps, strips and figures are there."""
+    assert page.count("<svg") == 3 + 3 + 1, "three passes each, and the strips of the bad one"
+    assert "first wrong operator: sparse_attn of layers.2" in page
+    assert "3 wrong keys" in page
+    assert "layers.4" in page
     again = tmp_path / "again.html"
     write_report([good, bad], again)
-    assert again.read_bytes() == path.read_bytes(), "the same results give the same page"
+    assert again.read_text() == page, "the same results give the same page"
+
+
+def test_the_page_makes_no_request(page: str) -> None:
+    """No address of another place, no script, no style or font from elsewhere."""
+    assert not re.search(r"https?:|//[\w.-]+/", re.sub(r"base64,[^\"]*", "", page))
+    assert not re.search(r"<(?:script|link|iframe|object|embed|base)\b|@import", page)
+    linked = re.findall(r"""(?:src|href|srcset|action|poster)\s*=\s*["']?([^"'\s>]*)""", page)
+    linked += re.findall(r"""url\(["']?([^"')]*)""", page)
+    assert [link for link in linked if not link.startswith(("data:image/png;", "#"))] == []
+
+
+def test_the_page_adapts_to_dark_mode_and_narrow_screens(page: str) -> None:
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    assert "@media (prefers-color-scheme: dark)" in page
+    assert "@media (max-width: 700px)" in page
+    drawn = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    colours = set(re.findall(r"(?:fill|stroke): (#?\w+)", drawn))
+    assert colours == {"none", "currentColor", "#808080"}, "no black text on a dark page"
+    assert page.count('<div class="wide">') == page.count("<svg") + page.count("<table")
+
+
+def test_labels_lie_inside_their_drawing(page: str) -> None:
+    """Points; a character of a label is at least 3.5 wide."""
+    for drawn in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        rows = re.findall(r'text-anchor: end" x="([\d.-]+)" y="([\d.-]+)"[^>]*>([^<]+)', drawn)
+        columns = re.findall(r'translate\(([\d.-]+) ([\d.-]+)\) rotate\(-90\)">([^<]+)', drawn)
+        assert rows
+        cut = [text for x, y, text in rows if float(x) < 3.5 * len(text) or float(y) < 7]
+        cut += [text for x, y, text in columns if float(x) < 7 or float(y) < 3.5 * len(text)]
+        assert cut == []
+
+
+def test_relative_l2_comes_before_the_cosine(tmp_path: Path) -> None:
+    """A shared expert times 1.5: relative L2 0.5, cosine 1."""
+    tensors = dict(LEN3.tensors())
+    key = "layers.1.ffn.shared_experts.w2.out"
+    tensors[key] *= 1.5
+    save(tensors, tmp_path / "scaled.safetensors")
+    result = verify_file(tmp_path / "scaled.safetensors", LEN3.ckpt)
+    assert f"{key}: outside, relative L2 0.5; cosine 1.000000; " in printed(result_tree(result))
+    write_report([result], tmp_path / "r.json")
+    [first, *_] = [
+        comparison
+        for node in json.loads((tmp_path / "r.json").read_text())[0]["nodes"]
+        for comparison in node["comparisons"]
+        if comparison["status"] == "outside"
+    ]
+    assert (first["key"], first["relative_l2"]) == (key, 0.5)
+    pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
+    write_report([result], tmp_path / "r.html")
+    cells = '<td data-name="relative L2">0.5</td><td data-name="cosine">1.000000</td>'
+    assert cells in (tmp_path / "r.html").read_text()
 
 
 def test_terminal(good: VerifyResult, bad: VerifyResult) -> None:

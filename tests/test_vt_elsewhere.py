@@ -1,4 +1,4 @@
-"""`model.vt` in a host that is not the runtime: the published rules of vt-lang and nothing more.
+"""`model.vt` under a minimal implementation of vt-lang's published rules, without v4tool.
 
 The host below binds weights, compares outputs as FP32 by allclose after an exact shape check, and
 lets values flow on as computed. It knows no units, no handing on, no decode steps of the main

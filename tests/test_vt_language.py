@@ -1,4 +1,4 @@
-"""The rules of `.vt` files: what breaks one is refused in one line with file, node and line."""
+"""The static rules of `.vt` files: a violation is one line with file, node and line."""
 
 import ast
 import re

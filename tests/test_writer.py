@@ -1,4 +1,4 @@
-"""The streaming safetensors writer: readable by everybody, whole or not there."""
+"""The streaming safetensors writer: standard format, atomic, locked."""
 
 import hashlib
 import json

@@ -1,1 +1,1 @@
-"""Faults that real ports had, injected one at a time into the port; the verifier must name each."""
+"""Known faults of ports, injected one at a time into the port; `verify` must name each."""

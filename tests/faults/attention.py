@@ -1,4 +1,4 @@
-"""Faults of the attention, its tables and its caches."""
+"""Faults of the attention, its index tables and its caches."""
 
 import math
 

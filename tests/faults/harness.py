@@ -1,4 +1,4 @@
-"""One injected fault: what it changes, which prompt shows it, and what the verifier must say.
+"""`Fault`: what an injected fault changes, the prompt that shows it, and the expected verdict.
 
 A fault replaces one function or constant of the port (`patch.setattr`, which refuses a name that is
 not there). The faulty port records a golden prompt on the small golden checkpoint, and the

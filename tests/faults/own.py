@@ -1,4 +1,4 @@
-"""Right and wrong pieces to put into the port: products of any values, attention with knobs.
+"""Correct and incorrect operators to inject: products with any values, attention with switches.
 
 With neutral settings each gives the port's own bits (`test_not_faults`), so that a fault made of it
 changes what it says and nothing else.

@@ -1,4 +1,4 @@
-"""Every fault is found, named, and nothing in front of it is accused."""
+"""Each injected fault is found and named, and no earlier node is reported."""
 
 from pathlib import Path
 

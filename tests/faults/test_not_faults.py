@@ -1,4 +1,4 @@
-"""What is no fault passes; what values cannot show passes as well, and is named here.
+"""Correct variants pass; faults that do not change values pass too, and are listed here.
 
 The first: other orders of sums and of choices, another pick among equal scores, the sign of zeros.
 The second: faults of scales that powers of two hide on ordinary data; they are seen by holding the

@@ -97,7 +97,7 @@ class CheckResult:
                 for r in self.rules
             ],
             "keys": self.keys,
-            "tied": self.covered,
+            "covered": self.covered,
             "payload_sha256": self.payload_sha256,
             "bytes_read": self.bytes_read,
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},

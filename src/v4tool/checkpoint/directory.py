@@ -7,6 +7,7 @@ Left out: which directory a profile means (`profiles.locate`), how random values
 from collections.abc import Callable
 from pathlib import Path
 
+from v4tool.checkpoint.outdated import outdated
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.checkpoint.synth import SYNTH_VERSION, synth
 from v4tool.config import ModelConfig
@@ -19,17 +20,24 @@ Remark = Callable[[str], object]
 def checkpoint_directory(profile: Profile, remark: Remark) -> Path:
     """The directory of the profile's checkpoint; a random one is made first if it is not there.
 
-    remark: told before and after a checkpoint is made. Raises CheckpointError, ProfileError as
-    `locate_checkpoint`, OutputError where the random checkpoint cannot be written.
+    One that is there is made anew if it is not what `synth` makes now (see `outdated`). remark:
+    told before a checkpoint is made, and after the first time. Raises CheckpointError, ProfileError
+    as `locate_checkpoint`, OutputError where the random checkpoint cannot be written.
     """
     found = locate_checkpoint(profile)
     if not isinstance(found, SynthRequest):
         return found
-    directory = found.directory(SYNTH_VERSION)
+    directory, config = found.directory(SYNTH_VERSION), ModelConfig.from_file(found.config)
     if not directory.exists():
         remark(f"making the checkpoint of profile {profile.name} in {directory}")
-        report = synth(directory, ModelConfig.from_file(found.config), seed=found.seed)
+        report = synth(directory, config, seed=found.seed)
         remark(f"{report.totals.tensors} tensors in {report.seconds:.1f} s")
+    elif difference := outdated(directory, config, found.seed):
+        remark(
+            f"making the checkpoint of profile {profile.name} anew in {directory}: what is there "
+            f"is not what this version makes ({difference})"
+        )
+        synth(directory, config, seed=found.seed, replace=True)
     return directory
 
 

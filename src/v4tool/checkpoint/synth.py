@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,8 @@ def reduce(
     """The configuration with fewer routed experts and only some of its main layers.
 
     layers: number of layers from the first on, or which layers (ascending; they are renumbered and
-    keep their ratio and kind of routing). MTP stays. Raises InputError for numbers out of range.
+    keep their ratio and kind of routing). The draft blocks stay. Raises InputError for numbers out
+    of range.
     """
     config.architecture.require("synth")
     fields = config.to_release_dict()
@@ -69,10 +70,7 @@ def reduce(
                 f"layers: expected ascending numbers from 0 to {config.n_layers - 1}, "
                 f"found {layers}"
             )
-        ratios = config.compress_ratios
-        fields["num_hidden_layers"] = len(kept)
-        fields["num_hash_layers"] = sum(map(config.is_hash, kept))
-        fields["compress_ratios"] = [ratios[i] for i in kept] + list(ratios[config.n_layers :])
+        fields |= config.kept(kept)
     return ModelConfig.from_dict(fields, "reduced configuration")
 
 
@@ -80,7 +78,7 @@ def plan(
     config: ModelConfig, *, experts: int | None = None, layers: Sequence[int] | int | None = None
 ) -> Totals:
     """Tensors, bytes and parameters that `synth` would write; nothing is written."""
-    return totals(_writable_layout(reduce(config, experts=experts, layers=layers)))
+    return totals(writable_layout(reduce(config, experts=experts, layers=layers)))
 
 
 def synth(
@@ -90,38 +88,39 @@ def synth(
     seed: int,
     experts: int | None = None,
     layers: Sequence[int] | int | None = None,
+    replace: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> SynthReport:
     """Write a random checkpoint to a directory that does not exist yet.
 
-    The bytes depend on configuration and seed alone. progress is called after each tensor with its
-    number of bytes. Raises InputError as `reduce`, OutputError if the directory exists
-    or is being written by another process, or the disk is too small.
+    The bytes depend on configuration and seed alone. replace: an existing directory is removed when
+    the new one is complete. progress is called after each tensor with its number of bytes. Raises
+    InputError as `reduce`, OutputError if the directory exists or is being written by another
+    process, or the disk is too small.
     """
     began, directory = time.monotonic(), Path(directory)
     if seed < 0:
         raise InputError(f"seed: expected a number from 0 on, found {seed}")
     config = reduce(config, experts=experts, layers=layers)
-    specs = _writable_layout(config)
+    specs = writable_layout(config)
     sums = totals(specs)
-    files = _files(specs)
-    with _atomic_directory(directory, sums.total_size) as partial:
+    files = shard_contents(specs)
+    with _atomic_directory(directory, sums.total_size, replace=replace) as partial:
         _write_shards(partial, files, specs, config, seed, progress)
-        weight_map = {name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": sums.total_size}, "weight_map": weight_map}
-        _write_json(partial / INDEX, index)
-        _write_json(partial / "config.json", config.to_release_dict())
+        for file, data in small_files(config, specs, files).items():
+            (partial / file).write_bytes(data)
+            _sync(partial / file)
         _sync(partial)
     return SynthReport(directory, config, seed, sums, len(files), time.monotonic() - began)
 
 
-def _writable_layout(config: ModelConfig) -> dict[str, TensorSpec]:
+def writable_layout(config: ModelConfig) -> dict[str, TensorSpec]:
     if config.n_mtp_layers and config.mtp_problem:
         raise ConfigError(f"no checkpoint can be made: {config.mtp_problem}")
     return layout(config)
 
 
-def _files(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
+def shard_contents(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
     """File name -> its tensors in the order of the file.
 
     Wider elements first keep every tensor aligned; the sort is stable, so an expert stays together.
@@ -146,7 +145,7 @@ def _write_shards(
         pending = []
         for file, names in files.items():
             with (partial / file).open("wb") as f:
-                f.write(_header(names, specs, seed))
+                f.write(shard_header(names, specs, seed))
                 for name in names:
                     f.writelines(tensor_bytes(name, specs, config, seed))
                     if progress:
@@ -165,7 +164,7 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def _header(names: Sequence[str], specs: Mapping[str, TensorSpec], seed: int) -> bytes:
+def shard_header(names: Sequence[str], specs: Mapping[str, TensorSpec], seed: int) -> bytes:
     """Length and JSON, padded to 8 bytes; with the seed, so that fingerprints differ by seed."""
     entries: dict[str, object] = {
         "__metadata__": {"format": "pt", "v4tool_synth": f"version {SYNTH_VERSION} seed {seed}"}
@@ -180,15 +179,23 @@ def _header(names: Sequence[str], specs: Mapping[str, TensorSpec], seed: int) ->
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    _sync(path)
+def small_files(
+    config: ModelConfig, specs: Mapping[str, TensorSpec], files: Mapping[str, Sequence[str]]
+) -> dict[str, bytes]:
+    """File name -> contents of the index and of config.json."""
+    weight_map = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": totals(specs).total_size}, "weight_map": weight_map}
+    return {INDEX: _json(index), "config.json": _json(config.to_release_dict())}
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
 
 
 @contextmanager
-def _atomic_directory(directory: Path, size: int) -> Iterator[Path]:
+def _atomic_directory(directory: Path, size: int, *, replace: bool) -> Iterator[Path]:
     """A directory beside the destination, renamed to it at the end, removed on failure."""
-    if directory.exists():
+    if directory.exists() and not replace:
         raise OutputError(f"{directory}: expected a new directory, this one exists")
     partial = directory.with_name(f"{directory.name}.partial")
     try:
@@ -197,6 +204,8 @@ def _atomic_directory(directory: Path, size: int) -> Iterator[Path]:
             try:
                 _require_space(partial, size)
                 yield partial
+                if replace:
+                    _move_away(directory)
                 _rename(partial, directory)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -204,6 +213,15 @@ def _atomic_directory(directory: Path, size: int) -> Iterator[Path]:
     except OSError as e:
         where = f" ({e.filename})" if e.filename else ""
         raise OutputError(f"{directory}: cannot be written: {e.strerror}{where}") from None
+
+
+def _move_away(directory: Path) -> None:
+    """Rename a directory, so that its name is free at once, and remove it."""
+    old = directory.with_name(f"{directory.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        directory.rename(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _rename(partial: Path, directory: Path) -> None:

@@ -244,7 +244,7 @@ def list_tensors(
 def list_nodes(
     case: Annotated[str, typer.Option("--case", help="A case of the profile.")] = "baseline6",
     vt: Annotated[
-        Path | None, typer.Option("--vt", help="Your own description (it is only read here).")
+        Path | None, typer.Option("--vt", help="Another description (not executed here).")
     ] = None,
     profile: ProfileOption = None,
     ckpt: CkptOption = None,

@@ -56,9 +56,7 @@ def verify(
     ] = None,
     vt: Annotated[
         Path | None,
-        typer.Option(
-            "--vt", help="Your own description. It is Python and will be EXECUTED as you."
-        ),
+        typer.Option("--vt", help="Another description: Python code that will be EXECUTED."),
     ] = None,
     report: Annotated[
         Path | None, typer.Option("--report", help="Also write FILE.json, .html or .xml (JUnit).")

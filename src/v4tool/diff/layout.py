@@ -84,9 +84,9 @@ ARGUMENTS = {
 
 def parse_step(text: str) -> Step:
     """A step from its words; ValueError where the verb or the number of words is wrong."""
-    verb, *arguments = text.split()
+    verb, *arguments = text.split() or [""]
     if verb not in ARGUMENTS:
-        raise ValueError(f"expected one of {', '.join(ARGUMENTS)}, found {verb}")
+        raise ValueError(f"expected one of {', '.join(ARGUMENTS)}, found {verb!r}")
     if len(arguments) != ARGUMENTS[verb]:
         raise ValueError(f"{verb}: expected {ARGUMENTS[verb]} words, found {len(arguments)}")
     return Step(verb, tuple(arguments))
@@ -98,7 +98,7 @@ def apply_steps(value: Tensor, steps: Iterable[Step], sizes: Sizes, where: str) 
         before = list(value.shape)
         try:
             value = _apply(value, step, sizes)
-        except (RuntimeError, ValueError, IndexError) as error:
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
             reason = str(error).splitlines()[0]
             raise InputError(f"{where}: {step} does not fit shape {before}: {reason}") from None
     return value

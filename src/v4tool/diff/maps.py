@@ -20,6 +20,7 @@ from v4tool.diff.layout import Sizes, apply_steps, parse_step
 from v4tool.diff.readers import ForeignTensors
 from v4tool.errors import InputError
 from v4tool.profiles import toml_files
+from v4tool.untrusted import kind_of
 
 SHIPPED = Path(__file__).parent / "engine_maps"
 
@@ -30,6 +31,21 @@ def _steps(texts: tuple[str, ...]) -> tuple[str, ...]:
     return texts
 
 
+def _pattern(text: str) -> str:
+    """A rule's pattern, as it is. ValueError where it has a field twice."""
+    try:
+        pattern(text)
+    except re.error:
+        raise ValueError("expected each field once") from None
+    return text
+
+
+def _decode_pattern(text: str) -> str:
+    if "{i}" not in text and "{i+1}" not in text:
+        raise ValueError("expected a pattern with {i} or {i+1}")
+    return _pattern(text)
+
+
 class MapRule(BaseModel):
     """One rule. name: pattern with `{n}` for a layer, `{i}` for a number of a pass; key: ours.
 
@@ -38,7 +54,7 @@ class MapRule(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
+    name: Annotated[str, AfterValidator(_pattern)]
     key: str
     steps: Annotated[tuple[str, ...], AfterValidator(_steps)] = ()
     ratios: tuple[int, ...] | None = None
@@ -51,7 +67,7 @@ class TensorMap(BaseModel):
 
     summary: str
     engine: str = ""
-    decode: str | None = None
+    decode: Annotated[str, AfterValidator(_decode_pattern)] | None = None
     rules: tuple[MapRule, ...]
 
 
@@ -64,7 +80,7 @@ def load_map(name: str) -> TensorMap:
     """A shipped map, or one of the user's by its path. InputError where there is none."""
     known = shipped_maps()
     path = known.get(name, Path(name))
-    if not path.is_file():
+    if kind_of(path) in ("nothing", "a directory"):
         raise InputError(f"--map {name}: expected a file or one of {', '.join(known)}, found none")
     return toml_files.read(path, str(path), TensorMap)
 
@@ -174,7 +190,7 @@ def pattern(text: str) -> re.Pattern[str]:
     """The regular expression of a pattern with `{n}`, `{i}`, `{i+1}`, or `{key}` for any name."""
     escaped = re.escape(text)
     escaped = escaped.replace(r"\{key\}", "(?P<key>.+)")
-    escaped = re.sub(r"\\\{(n|i|e)(?:\\\+1)?\\\}", r"(?P<\1>\\d+)", escaped)
+    escaped = re.sub(r"\\\{(n|i|e)(?:\\\+1)?\\\}", r"(?P<\1>\\d{1,9})", escaped)
     return re.compile(escaped)
 
 

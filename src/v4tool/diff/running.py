@@ -25,7 +25,7 @@ from v4tool.verify.locations import ENDS
 from v4tool.verify.passes import DECODE, MTP, MTP_DECODE, PREFILL
 from v4tool.verify.runtime import Runtime
 from v4tool.verify.tensors import OWN_DESCRIPTION, Recorded, decode_steps
-from v4tool.verify.vt_module import surroundings
+from v4tool.verify.vt_module import vt_environment
 
 COMBINATIONS_AT_MOST = 6
 """Blocks in which every combination of an operator's options is tried: they are alike."""
@@ -200,7 +200,7 @@ def run(
     )
     terms = longest_sum(job.checkpoint.config)
     runtime.prepare(arithmetic, fault, terms, explore=explore)
-    with surroundings(runtime._module, runtime.environment):
+    with vt_environment(runtime._module, runtime.environment):
         runtime.load()
     with Trace() if trace or explore else nullcontext():
         for number, node, args in job.passes():

@@ -152,14 +152,6 @@ class CasesFile(_Frozen):
     cases: tuple[Case, ...]
 
 
-TABLES: dict[str, type[BaseModel]] = {
-    "checkpoint": CheckpointSettings,
-    "numerics": NumericsTable,
-    "cases": Case,
-    "expect": Expect,
-}
-
-
 class Profile(_Frozen):
     """Everything that a run takes from outside, resolved.
 

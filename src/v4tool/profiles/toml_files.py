@@ -4,14 +4,13 @@ An error reads `file: dotted key: expected ..., found ...`. Left out: the models
 """
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from v4tool.errors import ProfileError
-from v4tool.profiles.schema import TABLES
 from v4tool.profiles.setting_values import close, short
 from v4tool.untrusted import read_small, shortened
 
@@ -99,6 +98,16 @@ def _complaint(error: "ErrorDetails", model: type[BaseModel]) -> str:
 
 
 def _unknown_key(location: Sequence[int | str], model: type[BaseModel]) -> str:
-    tables = [part for part in location[:-1] if isinstance(part, str)]
-    known = list((TABLES[tables[-1]] if tables else model).model_fields)
+    for part in location[:-1]:
+        if isinstance(part, str):
+            model = next(_tables(model.model_fields[part].annotation))
+    known = list(model.model_fields)
     return f"unknown key{close(str(location[-1]), known)}, known are {', '.join(known)}"
+
+
+def _tables(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models in a field's type, as in `tuple[Case, ...]` or `Expect | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _tables(inner)

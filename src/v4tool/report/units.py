@@ -18,3 +18,8 @@ def seconds(value: float) -> str:
     if minutes < 100:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def number_of(count: int, one: str, several: str = "") -> str:
+    """`1 key`, `2 keys`; several: the plural, where it is not `one` with an s."""
+    return f"{count} {one if count == 1 else several or one + 's'}"

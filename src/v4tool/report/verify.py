@@ -118,7 +118,10 @@ def figures(comparison: Comparison) -> str:
     """The statistics of one failing key in one line."""
     if comparison.status in ("shape", "dtype", "error"):
         return comparison.note
-    parts = [
+    parts = []
+    if comparison.kind != "int":
+        parts += [f"relative L2 {comparison.relative_l2:.3g}", f"cosine {comparison.cosine:.6f}"]
+    parts += [
         f"{comparison.share_outside:.2%} of {comparison.count} elements",
         f"max abs {comparison.max_abs:.3g}",
     ]
@@ -127,7 +130,6 @@ def figures(comparison: Comparison) -> str:
         parts += [
             f"max rel {comparison.max_rel:.3g}",
             f"{comparison.ulps} {unit} ulp",
-            f"cosine {comparison.cosine:.6f}",
             f"least tolerance {comparison.least_tolerance:.3g}",
         ]
     if comparison.worst is not None:

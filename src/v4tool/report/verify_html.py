@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from v4tool.errors import InputError
-from v4tool.report.units import seconds
+from v4tool.report.units import number_of, seconds
 from v4tool.verify.results import STATUS_MEANING, Comparison, NodeResult, VerifyResult
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
 Grid = np.ndarray[tuple[int, int], np.dtype[np.float64]]
@@ -25,23 +27,44 @@ Grid = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 COLOURS = {
     "bit for bit": "#2e7d32",
     "right": "#a5d6a7",
-    "not judged": "#bdbdbd",
+    "not judged": "#9e9e9e",
     "differs": "#ffb300",
     "wrong": "#c62828",
 }
 """Colours of the heat map's cells, from best to worst."""
-NOTHING = "#ffffff"
 STRIPS = 40
 """Failing keys whose errors are drawn token by token."""
+POWERS = -7.0, 0.0
+"""Range of the strips' colours: powers of ten of the error relative to the key's largest value."""
+ERRORS = ("#ffe08a", "#fd8d3c", "#d7191c", "#a3007d")
+"""Colours of the strips, from the least error to the largest."""
 ROWS = 400
 """Failing keys in the table."""
+METADATA = ("Creator", "Date", "Format", "Type")
+"""What matplotlib would say of itself in an SVG."""
+CHARACTER = 0.055
+"""Inches that a character of a label takes at most."""
 STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; color: #222 }
+:root { color-scheme: light dark; --text: #222; --page: #fff; --line: #ddd; --good: #2e7d32;
+--bad: #c62828 }
+@media (prefers-color-scheme: dark) { :root { --text: #ddd; --page: #16181c; --line: #3a3d44;
+--good: #81c784; --bad: #ff8a80 } }
+body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; padding: 0 1em;
+max-width: 1200px; color: var(--text); background: var(--page); overflow-wrap: anywhere }
 table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .7em; text-align: left;
-border-bottom: 1px solid #ddd; vertical-align: top }
-.pass { color: #2e7d32 } .fail { color: #c62828 }
-code { font-size: 12px } svg { max-width: 100%; height: auto } .key span { display: inline-block;
-width: 1em; height: 1em; margin: 0 .3em 0 1em; vertical-align: -2px; border: 1px solid #ccc }
+border-bottom: 1px solid var(--line); vertical-align: top }
+.pass { color: var(--good) } .fail { color: var(--bad) }
+.wide { overflow-x: auto } .wide table { overflow-wrap: normal }
+.list td:last-child { min-width: 15em }
+svg { display: block; color: var(--text) } svg text { fill: currentColor }
+.key span { display: inline-block; width: 1em; height: 1em; margin: 0 .3em 0 1em;
+vertical-align: -2px; border: 1px solid var(--line) }
+.key .scale { width: 8em; margin: 0 .5em }
+@media (max-width: 700px) {
+  .list tr { display: block; border-bottom: 1px solid var(--line); padding: .5em 0 }
+  .list tr.head { display: none } .list td { display: flex; border: 0; padding: .1em 0 }
+  .list td::before { content: attr(data-name); flex: 0 0 7em; opacity: .7 }
+}
 """
 
 
@@ -61,6 +84,7 @@ def page(results: Sequence[VerifyResult]) -> str:
     body = "\n".join(_section(result) for result in results)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>v4tool verify</title><style>{STYLE}</style></head>\n"
         f"<body><h1>v4tool verify</h1>\n{body}\n</body></html>\n"
     )
@@ -88,7 +112,7 @@ def _facts(result: VerifyResult) -> str:
         "node checks": f"{evidence['node_checks_passed']} of {evidence['node_checks']} passed",
         "keys": f"{evidence['keys_compared']} of {evidence['keys_recorded']} compared",
         "BF16 elements": f"{evidence['bf16_bit_equal']} of {evidence['bf16_elements']} bit-equal",
-        "time": f"{seconds(result.seconds)} in {result.jobs} processes",
+        "time": f"{seconds(result.seconds)} in {number_of(result.jobs, 'process', 'processes')}",
     }
     return _table([], [[name, value] for name, value in rows.items()])
 
@@ -101,11 +125,18 @@ def _legend() -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; one with a head becomes a list of records where the page is narrow."""
     titles = "".join(f"<th>{escape(h)}</th>" for h in head)
-    lines = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f"<table>{f'<tr>{titles}</tr>' if head else ''}{lines}</table>"
+    first = f'<tr class="head">{titles}</tr>' if head else ""
+    lines = "".join(f"<tr>{_cells(head, row)}</tr>" for row in rows)
+    return f'<div class="wide"><table{" class=list" if head else ""}>{first}{lines}</table></div>'
+
+
+def _cells(head: Sequence[str], row: Sequence[str]) -> str:
+    if not head:
+        return "".join(f"<td>{escape(cell)}</td>" for cell in row)
+    named = zip(head, row, strict=True)
+    return "".join(f'<td data-name="{escape(name)}">{escape(cell)}</td>' for name, cell in named)
 
 
 # -------------------------------------------------------------------- the map
@@ -157,19 +188,36 @@ def _maps(result: VerifyResult) -> list[str]:
 
 def _map(rows: list[str], columns: list[str], grid: Grid) -> "Figure":
     from matplotlib.colors import ListedColormap
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2.5 + 0.2 * len(columns), 2.6 + 0.17 * len(rows)))
-    axes = figure.add_axes((0.12, 0.02, 0.87, 0.9 * len(rows) / (len(rows) + 15)))
-    colours = ListedColormap(list(COLOURS.values())).with_extremes(bad=NOTHING)
-    axes.imshow(
-        np.ma.masked_invalid(grid), colours, vmin=-0.5, vmax=len(COLOURS) - 0.5, aspect="auto",
-        interpolation="none",
-    )  # fmt: skip
+    colours = ListedColormap(list(COLOURS.values()))
+    figure, axes = _canvas(rows, len(columns) * 0.2, 0.17, top=CHARACTER * max(map(len, columns)))
+    _draw(axes, grid, colours, (-0.5, len(COLOURS) - 0.5))
     axes.set_yticks(range(len(rows)), rows, fontsize=7)
     axes.set_xticks(range(len(columns)), columns, fontsize=7, rotation=90)
     axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=2)
     return figure
+
+
+def _canvas(
+    rows: Sequence[str], width: float, row_height: float, *, top: float = 0.0, bottom: float = 0.0
+) -> tuple["Figure", "Axes"]:
+    """A figure with one plot of this width and row height and room for labels, in inches."""
+    from matplotlib.figure import Figure
+
+    left, edge = CHARACTER * max(map(len, rows)) + 0.15, 0.15
+    inside = row_height * len(rows)
+    size = left + width + edge, bottom + inside + top + 2 * edge
+    figure = Figure(figsize=size, facecolor="none")
+    box = left / size[0], (bottom + edge) / size[1], width / size[0], inside / size[1]
+    return figure, figure.add_axes(box, facecolor="#80808026")
+
+
+def _draw(axes: "Axes", grid: Grid, colours: "Colormap", limits: tuple[float, float]) -> None:
+    """Draw the cells; a NaN is left empty."""
+    axes.imshow(
+        np.ma.masked_invalid(grid), colours, vmin=limits[0], vmax=limits[1], aspect="auto",
+        interpolation="none",
+    )  # fmt: skip
 
 
 # -------------------------------------------------------------------- the strips
@@ -179,50 +227,50 @@ def _strips(result: VerifyResult) -> str:
     failing = [c for c in result.comparisons if c.fails and c.per_token][:STRIPS]
     if not failing:
         return ""
+    gradient = f"background:linear-gradient(to right,{','.join(ERRORS)})"
     return (
         "<h3>Where the first wrong keys are wrong</h3>"
-        "<p>The largest error of each token (block, row), relative to the key's largest value, "
-        "as a power of ten; white is right.</p>" + _svg(_strip_figure(failing))
+        "<p>The largest error of each token (block, row), relative to the key's largest value; "
+        "empty is right.</p>"
+        f'<p class="key">{10 ** POWERS[0]:g}<span class="scale" style="{gradient}"></span>'
+        f"{10 ** POWERS[1]:g} and more</p>{_svg(_strip_figure(failing))}"
     )
 
 
 def _strip_figure(failing: Sequence[Comparison]) -> "Figure":
-    from matplotlib.figure import Figure
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.ticker import MaxNLocator
 
-    width = max(len(c.per_token) for c in failing)
-    grid = np.full((len(failing), width), np.nan)
+    grid = np.full((len(failing), max(len(c.per_token) for c in failing)), np.nan)
     for i, comparison in enumerate(failing):
         errors = np.array(comparison.per_token)
         with np.errstate(divide="ignore"):
-            powers = np.where(np.isfinite(errors), np.log10(errors), 2.0)
+            powers = np.where(np.isfinite(errors), np.log10(errors), POWERS[1])
         grid[i, : len(errors)] = np.where(errors > 0, powers, np.nan)
-    figure = Figure(figsize=(12, 1.0 + 0.18 * len(failing)))
-    axes = figure.add_axes(
-        (0.33, 0.55 / (1.0 + 0.18 * len(failing)), 0.58, 0.9 - 0.4 / (1 + len(failing)))
-    )
-    shown = axes.imshow(
-        np.ma.masked_invalid(grid),
-        "inferno_r",
-        vmin=-7,
-        vmax=0,
-        aspect="auto",
-        interpolation="none",
-    )
-    axes.set_yticks(range(len(failing)), [c.key for c in failing], fontsize=7)
+    rows = [c.key for c in failing]
+    figure, axes = _canvas(rows, 8.0, 0.18, bottom=0.35)
+    _draw(axes, grid, LinearSegmentedColormap.from_list("errors", ERRORS), POWERS)
+    axes.set_yticks(range(len(rows)), rows, fontsize=7)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(failing[0].axis, fontsize=8)
     axes.tick_params(labelsize=7, length=2)
-    figure.colorbar(shown, cax=figure.add_axes((0.93, 0.2, 0.012, 0.7))).ax.tick_params(labelsize=7)
     return figure
 
 
 def _svg(figure: "Figure") -> str:
-    """A figure as inline SVG, text kept as text; equal data give equal bytes."""
+    """A figure as inline SVG with its text as text, the same bytes for the same data.
+
+    Black becomes the text's colour; the namespaces' addresses, which HTML does not need, are left
+    out.
+    """
     import matplotlib
 
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "v4tool"}):
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()[out.getvalue().index("<svg") :]
+        figure.savefig(out, format="svg", facecolor="none", metadata=dict.fromkeys(METADATA))
+    text = out.getvalue()[out.getvalue().index("<svg") :]
+    text = re.sub(r' xmlns(?::\w+)?="[^"]*"', "", text.replace("#000000", "currentColor"))
+    return f'<div class="wide">{text}</div>'
 
 
 # -------------------------------------------------------------------- the tables
@@ -234,10 +282,13 @@ def _failures(result: VerifyResult) -> str:
         rows += [_row(node, c) for c in node.comparisons if c.fails]
     if not rows:
         return ""
-    head = ["key", "node", "status", "max abs", "max rel", "ulp", "cosine", "outside", "passes at",
-            "worst element"]  # fmt: skip
-    more = f"<p>… {len(rows) - ROWS} more</p>" if len(rows) > ROWS else ""
-    return f"<h3>{len(rows)} wrong keys</h3>{_table(head, rows[:ROWS])}{more}"
+    head = ["key", "node", "status", "relative L2", "cosine", "outside", "max abs", "max rel",
+            "ulp", "passes at", "worst element"]  # fmt: skip
+    return f"<h3>{number_of(len(rows), 'wrong key')}</h3>{_table(head, rows[:ROWS])}{_more(rows)}"
+
+
+def _more(rows: Sequence[object]) -> str:
+    return f"<p>… {len(rows) - ROWS} more (all with --report FILE.json)</p>" * (len(rows) > ROWS)
 
 
 def _row(node: NodeResult, c: Comparison) -> list[str]:
@@ -245,16 +296,18 @@ def _row(node: NodeResult, c: Comparison) -> list[str]:
     if c.worst is not None:
         place = ", ".join(f"{name} {i}" for name, i in c.worst.where.items())
         worst = f"{place}: {c.worst.recorded:.6g}, computed {c.worst.computed:.6g}. {c.note}"
+    meaning = STATUS_MEANING[c.status]
+    status = meaning if meaning.startswith(c.status) else f"{c.status}: {meaning}"
     return [
-        c.key, node.label, f"{c.status}: {STATUS_MEANING[c.status]}", f"{c.max_abs:.3g}",
-        f"{c.max_rel:.3g}", str(c.ulps), f"{c.cosine:.6f}", f"{c.share_outside:.2%}",
-        f"{c.least_tolerance:.3g}", worst,
+        c.key, node.label, status, f"{c.relative_l2:.3g}",
+        f"{c.cosine:.6f}", f"{c.share_outside:.2%}", f"{c.max_abs:.3g}", f"{c.max_rel:.3g}",
+        str(c.ulps), f"{c.least_tolerance:.3g}", worst,
     ]  # fmt: skip
 
 
 def _findings(result: VerifyResult) -> str:
     if not result.findings:
         return ""
-    rows = [[f.severity, f.key, f.rule, f.expected, f.found] for f in result.findings[:ROWS]]
-    table = _table(["", "key", "rule", "expected", "found"], rows)
-    return f"<h3>{len(result.findings)} findings</h3>{table}"
+    rows = [[f.severity, f.key, f.rule, f.expected, f.found] for f in result.findings]
+    table = _table(["severity", "key", "rule", "expected", "found"], rows[:ROWS])
+    return f"<h3>{number_of(len(rows), 'finding')}</h3>{table}{_more(rows)}"

@@ -177,6 +177,7 @@ def _floats(
         max_abs=float(distance.max()),
         max_rel=float((distance / scale.clamp(min=1e-300)).max()),
         ulps=int(steps.max()),
+        relative_l2=_relative_l2(c, e),
         cosine=_cosine(c, e),
         share_outside=float(wrong.to(torch.float64).mean()),
         least_tolerance=float((distance / (1 + scale)).max()),
@@ -260,6 +261,14 @@ def _ranks(bits: Tensor) -> Tensor:
     wide = bits.to(torch.int64)
     smallest = torch.iinfo(bits.dtype).min
     return torch.where(wide < 0, smallest - wide, wide)
+
+
+def _relative_l2(c: Tensor, e: Tensor) -> float:
+    """Norm of the difference relative to the norm of the computed one."""
+    difference, length = float((e - c).norm()), float(c.norm())
+    if not math.isfinite(difference) or not length:
+        return 0.0 if difference == 0 else math.inf
+    return difference / length
 
 
 def _cosine(c: Tensor, e: Tensor) -> float:

@@ -61,10 +61,12 @@ class Comparison:
     kind: bf16 (values are BF16), acc (kept in the accumulation dtype) or int. count, bits_equal:
     number of elements, and of those with equal bits. max_rel: largest difference relative to the
     recorded value. ulps: largest difference in units in the last place, of BF16 for kind bf16, of
-    FP32 for acc. cosine: cosine similarity of the flattened tensors. share_outside: share of
-    elements that break the rule. least_tolerance: the least atol = rtol under which allclose
-    passes. axis: name of the dimension of per_token. per_token: for a failing key, the largest
-    error of each token (row, block), relative to the key's largest value; 0 where all is right.
+    FP32 for acc. relative_l2: norm of the difference relative to the norm of the node's output.
+    cosine: cosine similarity of the flattened tensors, which no common factor changes.
+    share_outside: share of elements that break the rule. least_tolerance: the least atol = rtol
+    under which allclose passes. axis: name of the dimension of per_token. per_token: for a failing
+    key, the largest error of each token (row, block), relative to the key's largest value; 0 where
+    all is right.
     """
 
     key: str
@@ -76,6 +78,7 @@ class Comparison:
     max_abs: float = 0.0
     max_rel: float = 0.0
     ulps: int = 0
+    relative_l2: float = 0.0
     cosine: float = 1.0
     share_outside: float = 0.0
     least_tolerance: float = 0.0
