@@ -1,7 +1,7 @@
 """Compares a candidate, operator by operator: arithmetic, residues, verdict."""
 
 from v4tool.checkpoint.shards import Checkpoint
-from v4tool.diff.maps import Candidate
+from v4tool.diff.matching import Candidate
 from v4tool.diff.results import DiffResult
 from v4tool.diff.running import DiffJob, run
 from v4tool.diff.search import find_arithmetic

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from v4tool.checkpoint.shards import Checkpoint
-from v4tool.diff.arithmetic import Arithmetic, axes_of, longest_sum, replacements
+from v4tool.diff.arithmetic import Arithmetic, axes_of, in_form, longest_sum, replacements
 from v4tool.diff.faults import Fault
 from v4tool.diff.judge import CandidateJudge, Run, error_of, operator_of
 from v4tool.diff.trace import Trace, sources_of
@@ -64,12 +64,14 @@ class CandidateRuntime(Runtime):
     def _compute(self, frame: Frame, function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         node, operator = frame.spec.name, operator_of(frame.label)
         chosen = self.arithmetic.options(node, operator)
+        own = function
+        function = in_form(own, self.namespace, chosen)
         if self.fault is not None:
             function = self.fault.applied(node, function, self._own)
         with self._helpers(self._with_fault(node, replacements(self._own, chosen))):
             result = function(*frame.args, **kwargs)
         if self.explore and not frame.called and len(chosen):
-            self._try_combinations(frame, function, kwargs, operator)
+            self._try_combinations(frame, own, kwargs, operator)
         return result
 
     def _with_fault(self, node: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +102,7 @@ class CandidateRuntime(Runtime):
             if len(found) >= COMBINATIONS_AT_MOST:
                 return
             with self._helpers(replacements(self._own, combination)):
-                result = function(*frame.args, **kwargs)
+                result = in_form(function, self.namespace, combination)(*frame.args, **kwargs)
             values = result if isinstance(result, tuple) else (result,)
             pairs = zip(values, recorded, strict=True)
             found.append(max(error_of(frame, value, r, {})[0] for value, r in pairs))
