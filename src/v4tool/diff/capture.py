@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from v4tool.diff.layout import parse_step
 from v4tool.diff.maps import TensorMap, load_map, pattern
+from v4tool.diff.steps import parse_step
 from v4tool.errors import InputError, OutputError
 from v4tool.record.writer import RecordingWriter
 from v4tool.version import __version__
