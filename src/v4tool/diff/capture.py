@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from v4tool.diff.maps import TensorMap, load_map, pattern
+from v4tool.diff.maps import TensorMap, load_map, names_of, pattern
 from v4tool.diff.steps import parse_step
 from v4tool.errors import InputError, OutputError
 from v4tool.record.writer import RecordingWriter
@@ -56,8 +56,8 @@ class Capture:
     ids: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        named = names_of(self.rules) if self.rules is not None else ()
-        self._wanted = [pattern(name) for name, _ in named]
+        named = patterns_of(self.rules) if self.rules is not None else ()
+        self._wanted = [pattern(first_call(name)) for name, _ in named]
         self._known: dict[str, bool] = {}
         self._times: dict[str, int] = {}
 
@@ -89,7 +89,9 @@ class Capture:
 
     def _is_wanted(self, name: str) -> bool:
         if name not in self._known:
-            self._known[name] = any(wanted.fullmatch(name) for wanted in self._wanted)
+            self._known[name] = any(
+                wanted.fullmatch(one) for wanted in self._wanted for one in names_of(name)
+            )
         return self._known[name]
 
     def _put(self, name: str, value: Tensor) -> None:
@@ -207,8 +209,8 @@ def _no_modules(
 def _named_by(rules: TensorMap, modules: Mapping[str, nn.Module]) -> dict[str, Point]:
     """The modules that rules name, with or without an element or argument behind the name."""
     by_length: dict[int, list[tuple[re.Pattern[str], list[str], str]]] = {}
-    for text, key in names_of(rules):
-        parts = text.split(".")
+    for text, key in patterns_of(rules):
+        parts = first_call(text).split(".")
         for length in range(len(parts), 0, -1):
             entry = (pattern(".".join(parts[:length])), parts[length:], key)
             if "{key}" not in text:
@@ -229,13 +231,18 @@ def _named_by(rules: TensorMap, modules: Mapping[str, nn.Module]) -> dict[str, P
     return found
 
 
-def names_of(rules: TensorMap) -> list[tuple[str, str]]:
+def patterns_of(rules: TensorMap) -> list[tuple[str, str]]:
     """The patterns of names that a map needs, each with the key of its rule."""
     found = []
     for rule in rules.rules:
         others = (parse_step(text).other for text in rule.steps)
         found += [(rule.name, rule.key), *((other, "") for other in others if other is not None)]
     return found
+
+
+def first_call(name: str) -> str:
+    """A name without the `#1`, `#2`, ... of a later call in the same pass."""
+    return name.partition("#")[0]
 
 
 def prefix(rules: TensorMap | None, call: int) -> str:

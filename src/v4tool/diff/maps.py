@@ -44,9 +44,10 @@ def _decode_pattern(text: str) -> str:
 class MapRule(BaseModel):
     """One rule. name: pattern with `{n}` for a layer and `{e}` for an expert; key: ours.
 
-    A key with `{n}` whose name has none is of every layer; one with `{e}` of every expert whose
-    rows the step `rows` takes. steps: see `layout`. ratios: layers with these compression ratios
-    only. passes: "prefill" or "decode" where the layout is that of one of them.
+    `{n+1}` in a name is the layer after n. A key with `{n}` whose name has none is of every layer;
+    one with `{e}` of every expert whose rows the step `rows` takes. steps: see `layout`. ratios:
+    layers with these compression ratios only. passes: "prefill" or "decode" where the layout is
+    that of one of them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -93,20 +94,37 @@ def load_map(name: str) -> TensorMap:
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """The regular expression of a pattern with `{n}`, `{i}`, `{i+1}`, or `{key}` for any name."""
+    """The regular expression of a pattern with `{n}`, `{n+1}`, ..., or `{key}` for any name."""
     escaped = re.escape(text)
     escaped = escaped.replace(r"\{key\}", "(?P<key>.+)")
     escaped = re.sub(r"\\\{(n|i|e)(?:\\\+1)?\\\}", r"(?P<\1>\\d{1,9})", escaped)
     return re.compile(escaped)
 
 
+def fields_of(text: str, hit: re.Match[str]) -> dict[str, str] | None:
+    """The fields of a pattern in a name that it matches, less 1 for `{n+1}`; None below 0."""
+    found = hit.groupdict()
+    for field in ("n", "i", "e"):
+        if f"{{{field}+1}}" in text:
+            if int(found[field]) == 0:
+                return None
+            found[field] = str(int(found[field]) - 1)
+    return found
+
+
 def filled(template: str, fields: Mapping[str, str]) -> str | None:
     """A key's template with its fields filled in; None where `{n-1}` is before the first layer."""
     key = template.replace("{key}", fields.get("key", ""))
-    for name in ("n", "i", "e"):
-        if name in fields:
-            before = int(fields[name]) - 1
-            if f"{{{name}-1}}" in key and before < 0:
-                return None
-            key = key.replace(f"{{{name}-1}}", str(before)).replace(f"{{{name}}}", fields[name])
+    for field in ("n", "i", "e"):
+        for text, step in ((f"{{{field}-1}}", -1), (f"{{{field}}}", 0), (f"{{{field}+1}}", 1)):
+            if field in fields and text in key:
+                number = int(fields[field]) + step
+                if number < 0:
+                    return None
+                key = key.replace(text, str(number))
     return key
+
+
+def names_of(name: str) -> tuple[str, ...]:
+    """A name, and the name of the tuple that it may be the only tensor of."""
+    return (name, name.removesuffix(".0")) if name.endswith(".0") else (name,)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from v4tool.config import ModelConfig
 from v4tool.diff.layout import apply_steps
-from v4tool.diff.maps import MapRule, TensorMap, filled, pattern
+from v4tool.diff.maps import MapRule, TensorMap, fields_of, filled, names_of, pattern
 from v4tool.diff.readers import ForeignTensors
 from v4tool.diff.steps import Sizes, Step, is_empty, parse_step
 from v4tool.errors import InputError
@@ -106,7 +106,7 @@ def match(tensors: ForeignTensors, rules: TensorMap, config: ModelConfig) -> Can
     """Bind names to keys. InputError where no name matches any rule."""
     candidate = Candidate(tensors, config)
     matcher = _Matcher(candidate, rules)
-    found = {name for name in tensors.tensors if matcher.bind(name)}
+    found = {name for name in tensors.tensors if matcher.bind(name)} | matcher.used
     found |= {tensors.tensors[name].alias_of or name for name in found}
     candidate.unmatched = [
         name
@@ -122,29 +122,35 @@ def match(tensors: ForeignTensors, rules: TensorMap, config: ModelConfig) -> Can
 
 
 class _Matcher:
-    """Gives names the keys that the rules of a map have for them."""
+    """Gives names the keys that the rules of a map have for them.
+
+    ranks: key -> the rule that it is bound by; used: names that steps of other names need.
+    """
 
     def __init__(self, candidate: Candidate, rules: TensorMap) -> None:
         self.candidate, self.tensors = candidate, candidate.tensors.tensors
         self.config = candidate.config
         self.rules = [(pattern(rule.name), rule) for rule in rules.rules]
+        self.ranks: dict[str, int] = {}
+        self.used: set[str] = set()
         self.decode_text = rules.decode or ""
         self.decode = pattern(rules.decode) if rules.decode else None
 
     def bind(self, name: str) -> bool:
         """Enter a name under its keys; False where no rule has one."""
         ours, theirs = self._pass_of(name)
+        inner = name[len(theirs) :]
+        return any(self._bind(name, one, ours, theirs) for one in names_of(inner))
+
+    def _bind(self, name: str, inner: str, ours: str, theirs: str) -> bool:
         found = False
-        for compiled, rule in self.rules:
-            hit = compiled.fullmatch(name, len(theirs))
-            if (
-                hit is None
-                or (rule.passes == "prefill" and ours)
-                or (rule.passes == "decode" and not ours)
-            ):
+        for rank, (compiled, rule) in enumerate(self.rules):
+            hit = compiled.fullmatch(inner)
+            fields = None if hit is None else fields_of(rule.name, hit)
+            if fields is None or rule.passes == ("prefill" if ours else "decode"):
                 continue
-            for fields in self._layers(rule, hit.groupdict()):
-                found |= self._enter(name, rule, fields, ours, theirs)
+            for one in self._layers(rule, fields):
+                found |= self._enter(name, rank, rule, one, ours, theirs)
         return found
 
     def _pass_of(self, name: str) -> tuple[str, str]:
@@ -152,8 +158,8 @@ class _Matcher:
         hit = self.decode.match(name) if self.decode is not None else None
         if hit is None:
             return "", ""
-        number = int(hit["i"]) - ("{i+1}" in self.decode_text)
-        return (f"decode.{number}." if number >= 0 else ""), hit[0]
+        fields = fields_of(self.decode_text, hit)
+        return ("" if fields is None else f"decode.{int(fields['i'])}."), hit[0]
 
     def _layers(self, rule: MapRule, fields: dict[str, str]) -> list[dict[str, str]]:
         """The fields for each layer that a rule is about."""
@@ -164,26 +170,39 @@ class _Matcher:
         return [f for f in every if _right_layer(rule, f, self.config)]
 
     def _enter(
-        self, name: str, rule: MapRule, fields: dict[str, str], ours: str, theirs: str
+        self, name: str, rank: int, rule: MapRule, fields: dict[str, str], ours: str, theirs: str
     ) -> bool:
+        steps = self._steps(rule, fields, theirs)
+        if steps is None:
+            return False
+        experts = self._experts(steps) if "{e}" in rule.key and "e" not in fields else [None]
+        for expert in experts:
+            key = filled(rule.key, fields if expert is None else fields | {"e": str(expert)})
+            if key is not None and self.tensors[name].shape.count(0) == 0:
+                self._keep(ours + key, rank, Binding(name, rule, steps, expert))
+        return True
+
+    def _steps(self, rule: MapRule, fields: dict[str, str], theirs: str) -> tuple[Step, ...] | None:
+        """A rule's steps with the names of this pass and layer; None where a tensor is missing."""
         steps = []
         for text in rule.steps:
             step = parse_step(text)
             if step.other is not None:
                 other = theirs + (filled(step.other, fields) or "")
                 if other not in self.tensors:
-                    return False
+                    return None
                 step = step.with_other(other)
             steps.append(step)
-        experts = self._experts(steps) if "{e}" in rule.key and "e" not in fields else [None]
-        for expert in experts:
-            key = filled(rule.key, fields if expert is None else fields | {"e": str(expert)})
-            if key is not None and self.tensors[name].shape.count(0) == 0:
-                binding = Binding(name, rule, tuple(steps), expert)
-                self.candidate.matched.setdefault(ours + key, binding)
-        return True
+        self.used |= {step.other for step in steps if step.other is not None}
+        return tuple(steps)
 
-    def _experts(self, steps: list[Step]) -> list[int]:
+    def _keep(self, key: str, rank: int, binding: Binding) -> None:
+        """Bind a key, unless a rule before this one has."""
+        if rank < self.ranks.get(key, len(self.rules)):
+            self.ranks[key] = rank
+            self.candidate.matched[key] = binding
+
+    def _experts(self, steps: tuple[Step, ...]) -> list[int]:
         """The experts that any token was routed to, by the table that `rows` names."""
         name = next(step.other for step in steps if step.verb == "rows") or ""
         table = self.tensors[name].load()
