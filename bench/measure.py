@@ -27,7 +27,9 @@ from bench.weights import StandIn
 from bench.work import operations
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import ModelConfig, Numerics
-from v4tool.model.block import block, embed, head_input, logits, mtp_input
+from v4tool.model.block import block, embed, head_input
+from v4tool.model.head import logits
+from v4tool.model.mtp import mtp_input
 from v4tool.model.prefetch import PrefetchingWeights
 from v4tool.model.scope import Scope, Segment, Weights
 from v4tool.names import Step

@@ -19,6 +19,8 @@ from v4tool.names import Keys, generic, recording_keys
 ROOT = Path(__file__).parent.parent
 GOLDEN_MINI = ROOT / "tests" / "golden"
 """The small golden data: always there."""
+GOLDEN_DSPARK = ROOT / "tests" / "golden0731"
+"""The same main stack with a DSpark head (SPEC41 section 7): always there."""
 SHARED = ROOT.parent / "shared"
 GOLDEN = SHARED / "golden"
 """The larger golden data: beside the repository where somebody has it."""
@@ -70,6 +72,12 @@ MINI_FILES = [
     GoldenFile(GOLDEN_MINI, "len33", True),
     GoldenFile(GOLDEN_MINI, "len129", False),
 ]
+DSPARK_FILES = [
+    GoldenFile(GOLDEN_DSPARK, "len6", True),
+    GoldenFile(GOLDEN_DSPARK, "len3", False),
+    GoldenFile(GOLDEN_DSPARK, "len33", False),
+    GoldenFile(GOLDEN_DSPARK, "len129", False),
+]
 LARGE_FILES = [
     GoldenFile(GOLDEN, "len6", True),
     GoldenFile(GOLDEN, "len32", True),
@@ -79,8 +87,15 @@ LARGE_FILES = [
 ]
 
 
+def every_golden() -> list[object]:
+    """Golden files of all architectures as pytest parameters."""
+    return golden_params() + [pytest.param(g, id=f"dspark-{g.name}") for g in DSPARK_FILES]
+
+
 def golden_params() -> list[object]:
-    """Every golden file as a pytest parameter; the larger ones are skipped where they are not."""
+    """Every golden file of V4 with MTP as a pytest parameter; the larger ones are skipped where
+    they are not.
+    """
     mini = [pytest.param(g, id=f"mini-{g.name}") for g in MINI_FILES]
     return mini + [pytest.param(g, id=f"golden-{g.name}", marks=needs_golden) for g in LARGE_FILES]
 

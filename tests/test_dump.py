@@ -11,11 +11,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.cli import Cli, one_line
-from tests.conftest import GOLDEN_MINI, MINI_FILES, GoldenFile, difference, kind_of
+from tests.conftest import (
+    DSPARK_FILES,
+    GOLDEN_MINI,
+    MINI_FILES,
+    GoldenFile,
+    difference,
+    kind_of,
+)
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import Numerics
-from v4tool.model.stream import TOKENS_HELD, Sequence, run
-from v4tool.names import generic, is_expert
+from v4tool.model.mtp import TOKENS_HELD
+from v4tool.model.stream import Sequence, run
+from v4tool.names import generic, is_draft, is_expert
 from v4tool.record.reader import Recording
 
 CKPT = GOLDEN_MINI / "ckpt"
@@ -49,6 +57,41 @@ def test_a_file_equals_the_golden_file(cli: Cli, tmp_path: Path, golden: GoldenF
         if (why := difference(value, found[key], kind_of(key, specs)))
     }
     assert not wrong
+
+
+@pytest.mark.parametrize("golden", [g for g in DSPARK_FILES if g.complete], ids=lambda g: g.name)
+def test_drafts_of_a_file_equal_the_golden_file(
+    cli: Cli, tmp_path: Path, golden: GoldenFile
+) -> None:
+    """DSpark through the whole program, with NumPy's product; without it the main stack alone."""
+    out, expected = tmp_path / "a.safetensors", dict(golden.tensors())
+    ids = (
+        "--input-ids", ids_text(golden.metadata("input_ids")),
+        "--decode-ids", ids_text(golden.metadata("decode_ids")),
+    )  # fmt: skip
+    ran = cli("dump", "--ckpt", golden.ckpt, "--out", out, "--quiet", "--backend", "numpy", *ids)
+    assert ran.status == 0, ran.err
+    found = load_file(out)
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    ran = cli("dump", "--ckpt", golden.ckpt, "--out", tmp_path / "b.safetensors", "--no-mtp", *ids)
+    assert ran.status == 0, ran.err
+    main = load_file(tmp_path / "b.safetensors")
+    assert main.keys() == {key for key in expected if not is_draft(key)}
+    assert all(torch.equal(main[key], expected[key]) for key in main)
+
+
+def test_only_the_draft_of_a_step(cli: Cli, tmp_path: Path) -> None:
+    """What it starts from, the step's logits, is computed though not recorded."""
+    golden, out = DSPARK_FILES[0], tmp_path / "a.safetensors"
+    ran = cli(
+        "dump", "--ckpt", golden.ckpt, "--out", out, "--quiet", "--only", "decode.0.mtp.output_ids",
+        "--input-ids", ids_text(golden.metadata("input_ids")), "--decode-ids",
+        ids_text(golden.metadata("decode_ids")[:1]),
+    )  # fmt: skip
+    assert ran.status == 0, ran.err
+    expected = dict(golden.tensors())["decode.0.mtp.output_ids"]
+    assert torch.equal(load_file(out)["decode.0.mtp.output_ids"], expected)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6, 32, 127, 128, 129])
@@ -331,3 +374,14 @@ def test_the_number_of_torchs_threads_is_put_back(cli: Cli, tmp_path: Path) -> N
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
+
+
+def test_only_the_draft_of_the_prefill(cli: Cli, tmp_path: Path) -> None:
+    """A step whose draft is not wanted has none."""
+    out = tmp_path / "a.safetensors"
+    ran = cli(
+        "dump", "--ckpt", DSPARK_FILES[0].ckpt, "--out", out, "--quiet", "--only", "mtp.0.main*",
+        "--input-ids", "1,2,3", "--decode-ids", "4",
+    )  # fmt: skip
+    assert ran.status == 0, ran.err
+    assert load_file(out).keys() == {"mtp.0.main_proj.out", "mtp.0.main_norm.out"}

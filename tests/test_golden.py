@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.conftest import GoldenFile, difference, golden_params, kind_of
+from tests.conftest import GoldenFile, difference, every_golden, kind_of
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import Numerics
 from v4tool.model.stream import Sequence, run
 
 
-@pytest.mark.parametrize("golden", golden_params())
+@pytest.mark.parametrize("golden", every_golden())
 def test_golden(golden: GoldenFile) -> None:
     """BF16 values and integers bit for bit, values kept in acc within 1 ulp of FP32 (SPEC 8)."""
     found = {}

@@ -12,6 +12,7 @@ from tests.conftest import GOLDEN, GOLDEN_MINI, SHARED, needs_golden, needs_gold
 from v4tool.checkpoint.header import read_header
 from v4tool.checkpoint.layout import TensorSpec, Totals, layout, shard_name, totals
 from v4tool.config import ModelConfig
+from v4tool.errors import ConfigError
 
 DATA = Path(v4tool.__file__).parent / "data"
 FLASH = ModelConfig.from_file(DATA / "flash_config.json")
@@ -209,6 +210,49 @@ def test_other_designs_of_mtp_are_left_out() -> None:
     main = {n: s for n, s in layout(FLASH).items() if not n.startswith("mtp.")}
     assert layout(ModelConfig.from_dict(fields)) == main
     assert len(main) == 69187 - 1575
+
+
+def dspark(**changes: object) -> ModelConfig:
+    """The release of 2026-07-31: V4-Flash with three draft blocks (SPEC41 7)."""
+    fields = FLASH.to_release_dict() | {
+        "num_nextn_predict_layers": 3,
+        "dspark_block_size": 5,
+        "dspark_noise_token_id": 128799,
+        "dspark_target_layer_ids": [40, 41, 42],
+        "dspark_markov_rank": 256,
+    }
+    fields["compress_ratios"] += [0, 0]
+    return ModelConfig.from_dict(fields | changes)
+
+
+def test_draft_blocks_of_the_release_of_2026_07_31() -> None:
+    """4705 `mtp.*` tensors beside the same main stack, in 48 shards."""
+    specs = layout(dspark())
+    drafts = {name: spec for name, spec in specs.items() if name.startswith("mtp.")}
+    main = {n: s for n, s in layout(FLASH).items() if not n.startswith("mtp.")}
+    assert {n: s for n, s in specs.items() if n not in drafts} == main
+    assert len(drafts) == 4705
+    assert {spec.shard for spec in drafts.values()} == {46, 47, 48}
+    assert specs["mtp.0.main_proj.weight"] == TensorSpec("F8_E4M3", (4096, 3 * 4096), 46)
+    assert specs["mtp.2.markov_head.markov_w2.weight"] == TensorSpec("BF16", (129280, 256), 48)
+    assert specs["mtp.2.confidence_head.proj.weight"].shape == (1, 4096 + 256)
+    assert "mtp.2.hc_head_fn" in specs
+    assert "mtp.1.norm.weight" not in specs
+    assert not any("enorm" in name or "e_proj" in name for name in specs)
+
+
+def test_targets_of_a_draft_head_are_checked() -> None:
+    cases = [
+        ({"dspark_target_layer_ids": [40, 41, 43]}, "dspark_target_layer_ids: expected ascending"),
+        ({"dspark_noise_token_id": 129280}, "dspark_noise_token_id: expected a token id below"),
+        ({"compress_ratios": [0] * 45},
+         "compress_ratios: expected 46 entries (43 layers, then 3 draft blocks), found 45"),
+        ({"dspark_markov_rank": None}, "missing field dspark_markov_rank"),
+    ]  # fmt: skip
+    for change, line in cases:
+        with pytest.raises(ConfigError) as caught:
+            dspark(**change)
+        assert line in str(caught.value)
 
 
 def test_nano_is_the_release_made_narrow() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.conftest import GOLDEN_MINI, GoldenFile, golden_params
+from tests.conftest import GOLDEN_DSPARK, GOLDEN_MINI, GoldenFile, every_golden
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.config import ModelConfig
 from v4tool.names import (
@@ -12,6 +12,7 @@ from v4tool.names import (
     base_keys,
     complete_blocks,
     generic,
+    is_draft,
     is_expert,
     layer_keys,
     layer_of,
@@ -21,6 +22,7 @@ from v4tool.names import (
     pass_of,
     payload_bytes,
     recording_keys,
+    routed_rows,
 )
 from v4tool.profiles import load
 
@@ -81,6 +83,34 @@ def test_base_keys_of_an_mtp_pass(flash: ModelConfig) -> None:
     assert len(base_keys(layer_keys(flash, flash.n_layers, Step("mtp.0.decode.", 1, 6)))) == 39
 
 
+DRAFT_KEYS = [
+    # layer, tokens, start, base keys, what (SPEC41 5)
+    (5, 6, 0, 3, "draft block in a prefill"),
+    (6, 1, 6, 34, "draft block in a step"),
+]
+
+
+@pytest.mark.parametrize(("layer", "tokens", "start", "count", "what"), DRAFT_KEYS)
+def test_base_keys_of_a_draft_block(
+    layer: int, tokens: int, start: int, count: int, what: str
+) -> None:
+    config = ModelConfig.from_file(GOLDEN_DSPARK / "ckpt")
+    assert len(base_keys(layer_keys(config, layer, Step("", tokens, start)))) == count, what
+
+
+def test_drafts_are_recorded_inside_their_pass() -> None:
+    """3 + 3 each in the prefill, 5 + 34 each + 8 in a step (SPEC41 5); experts in addition."""
+    config = ModelConfig.from_file(GOLDEN_DSPARK / "ckpt")
+    keys = recording_keys(config, 6, 2)
+    drafts = [key for key in base_keys(keys) if is_draft(key)]
+    assert [sum(pass_of(key) == p for key in drafts) for p in ("", "decode.0.", "decode.1.")] == [
+        3 + 2 * 3, 5 + 2 * 34 + 8, 5 + 2 * 34 + 8
+    ]  # fmt: skip
+    assert not any(map(is_draft, recording_keys(config, 6, 2, mtp=False)))
+    assert routed_rows(config, "decode.1.mtp.1.ffn.experts.<E>.out", 6) == 4 * 2
+    assert routed_rows(config, "decode.1.layers.3.ffn.experts.<E>.out", 6) == 2
+
+
 DTYPES = {torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
 
 
@@ -91,7 +121,7 @@ def fits(spec: KeySpec | None, dtype: str, shape: torch.Size) -> bool:
     return all(n in (None, m) for n, m in zip(spec.shape, shape, strict=True))
 
 
-@pytest.mark.parametrize("golden", golden_params())
+@pytest.mark.parametrize("golden", every_golden())
 def test_golden_files_hold_what_is_expected(golden: GoldenFile) -> None:
     """Names, dtypes and shapes; every key where the file is complete."""
     with Checkpoint.open(golden.ckpt) as checkpoint:

@@ -350,7 +350,7 @@ def test_the_writer_inspects_in_order(tmp_path: Path) -> None:
         writer.put("a", torch.ones(4))
         writer.put("indices", torch.full((4,), -1, dtype=torch.int32))
         writer.put("b", torch.ones(2))
-        writer.look()
+        writer.inspect_new()
         assert seen == []
         writer.put("c", torch.ones(2))
         writer.put("nan", nan)

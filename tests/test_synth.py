@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import v4tool
-from tests.conftest import GOLDEN_MINI
+from tests.conftest import GOLDEN_DSPARK, GOLDEN_MINI
 from tests.shard_files import INDEX, load
 from v4tool.checkpoint import synth as making
 from v4tool.checkpoint.layout import Totals, layout, totals
@@ -28,6 +28,7 @@ from v4tool.checkpoint.synth import plan, reduce, synth
 from v4tool.config import ModelConfig, Numerics
 from v4tool.errors import ConfigError, InputError, OutputError
 from v4tool.model.stream import Sequence, run
+from v4tool.names import generic, recording_keys
 from v4tool.quant.formats import E2M1, E4M3, E8M0, unpack_fp4
 
 DATA = Path(v4tool.__file__).parent / "data"
@@ -512,3 +513,19 @@ def test_pages_are_dropped_when_asked_for(nano: Made) -> None:
     with Checkpoint.open(nano.directory, drop_pages=True) as checkpoint:
         checkpoint.read("embed.weight")
         assert cached_share(path) < MOST
+
+
+def test_a_checkpoint_with_a_draft_head(tmp_path: Path) -> None:
+    """Layout, values and a step with its draft; targets that are not kept are left out."""
+    config = ModelConfig.from_file(GOLDEN_DSPARK / "ckpt")
+    synth(tmp_path / "made", config, seed=3, layers=[0, 1, 3])
+    found: dict[str, Tensor] = {}
+    with Checkpoint.open(tmp_path / "made") as checkpoint:
+        assert checkpoint.config.to_release_dict()["dspark_target_layer_ids"] == [2]
+        assert checkpoint.config.to_release_dict()["num_hash_layers"] == 2
+        sequence = Sequence([5, 6, 7], found.__setitem__, 1)
+        run(checkpoint, checkpoint.config, Numerics(), [sequence])
+        keys = recording_keys(checkpoint.config, 3, 1)
+    assert {generic(key) for key in found} == set(keys)
+    assert all(value.isfinite().all() for value in found.values())
+    assert found["decode.0.mtp.output_ids"].shape == (1, 5)

@@ -20,8 +20,9 @@ class Architecture:
     """One architecture; its parts as `module:name`.
 
     config: the class of its `config.json`; layout: the tensors of its checkpoint; keys: the keys of
-    its recordings. commands: what v4tool can do with it. unused: pattern of the tensors that no
-    pass reads; draft_marks: tensors that tell its draft block from those of another design.
+    its recordings; port: its forward pass. commands: what v4tool can do with it. unused: pattern of
+    the tensors that no pass reads. draft_marks: tensors that tell its draft block from those of
+    another design.
     """
 
     id: str
@@ -29,6 +30,7 @@ class Architecture:
     config: str
     layout: str
     keys: str | None = None
+    port: str | None = None
     commands: frozenset[str] = frozenset()
     unused: str = r"(?!)"
     draft_marks: tuple[str, ...] = ()
@@ -59,10 +61,20 @@ V4 = Architecture(
     config="v4tool.config_v4:V4Config",
     layout="v4tool.checkpoint.layout_v4:v4_shards",
     keys="v4tool.names_v4",
+    port="v4tool.model.port_v4",
     commands=frozenset(
         {"check", "check --port", "dump", "list keys --where", "regen", "synth", "verify"}
     ),
     draft_marks=("mtp.0.enorm.weight", "mtp.0.hnorm.weight"),
+)
+V4_DSPARK = Architecture(
+    "v4-0731",
+    "DeepSeek-V4 with DSpark",
+    config="v4tool.config_v4:V4DSparkConfig",
+    layout="v4tool.checkpoint.layout_v4:v4_dspark_shards",
+    keys="v4tool.names_v4_dspark",
+    port="v4tool.model.port_v4_dspark",
+    commands=frozenset({"dump", "synth"}),
 )
 V41 = Architecture(
     "v4.1",
@@ -75,6 +87,8 @@ V41 = Architecture(
 _MODEL_TYPE_V41 = "deepseek_v41"
 _ONLY_V41 = "kv_source_layer_ids"
 """A field that tells a configuration without `model_type` (the inference code's form)."""
+_DSPARK = "dspark_block_size"
+"""A field that tells a DSpark head from MTP."""
 
 
 def choose(raw: dict[str, Any]) -> Architecture:
@@ -84,4 +98,4 @@ def choose(raw: dict[str, Any]) -> Architecture:
     """
     if raw.get("model_type") == _MODEL_TYPE_V41 or _ONLY_V41 in raw:
         return V41
-    return V4
+    return V4_DSPARK if _DSPARK in raw else V4

@@ -8,7 +8,7 @@ shape (`checkpoint/layout.py`).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -128,6 +128,15 @@ class ModelConfig(ModelFields):
         out["quantization_config"] |= {"activation_scheme": "dynamic", "quant_method": "fp8"}
         return out
 
+    def kept(self, layers: Sequence[int]) -> dict[str, Any]:
+        """The fields of `to_release_dict` that are others if only these main layers are kept.
+
+        layers: ascending; they are renumbered and keep their kind. The draft blocks stay.
+        """
+        ratios = [self.compress_ratios[layer] for layer in layers]
+        drafts = list(self.compress_ratios[self.n_layers :])
+        return {"num_hidden_layers": len(layers), "compress_ratios": ratios + drafts}
+
     def ratio(self, layer: int) -> int:
         """Compression ratio of a block, 0 without compression; drafts follow the main layers."""
         return self.compress_ratios[layer]
@@ -143,6 +152,11 @@ class ModelConfig(ModelFields):
     def experts_of(self, layer: int) -> tuple[int, int]:
         """Routed experts of a block, and how many of them a token takes."""
         return self.n_routed_experts, self.n_activated_experts
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens that a draft block takes in a decode step."""
+        return 1
 
     def block_path(self, layer: int) -> str:
         """Prefix of a block's tensor names: `layers.<n>`, or `mtp.<i>` from index n_layers on."""

@@ -1,6 +1,8 @@
 """The fields of the DSpark draft head, which several architectures have (SPEC41 4 and 7)."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel
 
@@ -21,13 +23,37 @@ DSPARK_NAMES = {
 """Short name -> name in `config.json`."""
 
 
+@dataclass(frozen=True)
+class MarkovNames:
+    """Below the last draft block: the modules of the Markov head's two matrices [V, R], and the key
+    of the bias that they give; the key of the embedded row is `<embed>.out`.
+    """
+
+    embed: str
+    head: str
+    bias: str
+
+
 class DSparkFields(BaseModel):
     """What a configuration says of its DSpark head: B tokens a step, T target layers, rank R."""
+
+    markov: ClassVar[MarkovNames]
 
     dspark_block_size: Size
     dspark_noise_token_id: SizeOrNone
     dspark_target_layer_ids: tuple[SizeOrNone, ...]
     dspark_markov_rank: Size
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens that a draft block takes in a decode step."""
+        return self.dspark_block_size
+
+
+def kept_targets(c: DSparkFields, layers: Sequence[int]) -> list[int]:
+    """Numbers of the target layers that are among these main layers, or of the last of these."""
+    targets = [n for n, layer in enumerate(layers) if layer in c.dspark_target_layer_ids]
+    return targets or [len(layers) - 1]
 
 
 def check_targets(c: "ModelConfig") -> list[str]:

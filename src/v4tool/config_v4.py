@@ -1,14 +1,27 @@
-"""`V4Config`: the configuration of DeepSeek-V4, and what its fields allow (SPEC section 1)."""
+"""The configurations of DeepSeek-V4, by draft head, and what their fields allow (SPEC section 1).
 
+`V4Config` has MTP, `V4DSparkConfig` the draft blocks of the releases since 2026-07-31 (SPEC41 7).
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from v4tool.architecture import V4, Architecture
+from v4tool.architecture import V4, V4_DSPARK, Architecture
 from v4tool.config import ModelConfig
+from v4tool.config_dspark import (
+    DSPARK_NAMES,
+    DSparkFields,
+    MarkovNames,
+    check_draft_ratios,
+    check_targets,
+    kept_targets,
+)
 from v4tool.config_fields import (
     ACT_BLOCK,
     FP4_GROUP,
     KV_BLOCK,
     RATIOS,
+    RELEASE_NAMES,
     Check,
     Size,
     SizeOrNone,
@@ -20,7 +33,7 @@ from v4tool.config_fields import (
 )
 
 
-def _check_kv_blocks(c: "V4Config") -> list[str]:
+def _check_kv_blocks(c: "V4Fields") -> list[str]:
     plain = c.head_dim - c.rope_head_dim
     if plain > 0 and plain % KV_BLOCK:
         expected = (
@@ -31,7 +44,7 @@ def _check_kv_blocks(c: "V4Config") -> list[str]:
     return []
 
 
-def _check_indexer(c: "V4Config") -> list[str]:
+def _check_indexer(c: "V4Fields") -> list[str]:
     n = c.index_head_dim
     if n & (n - 1) or n < FP4_GROUP:
         expected = f"a power of two from {FP4_GROUP} on (Hadamard, FP4 groups)"
@@ -39,32 +52,35 @@ def _check_indexer(c: "V4Config") -> list[str]:
     return check_index_heads(c)
 
 
-def _check_blocks(c: "V4Config") -> list[str]:
+def _check_blocks(c: "V4Fields") -> list[str]:
     return check_multiples(c, ACT_BLOCK, {})
 
 
-def _check_hash(c: "V4Config") -> list[str]:
+def _check_hash(c: "V4Fields") -> list[str]:
     if c.n_hash_layers > c.n_layers:
         expected = f"at most num_hidden_layers {c.n_layers}"
         return [wrong(c, "n_hash_layers", expected, c.n_hash_layers)]
     return []
 
 
-def _check_ratios(c: "V4Config") -> list[str]:
+def _check_ratio_count(c: "V4Fields") -> list[str]:
     needed, found = c.n_layers + c.n_mtp_layers, len(c.compress_ratios)
     if found < needed:
         what = f"{needed} entries ({c.n_layers} layers, then {c.n_mtp_layers} for MTP)"
         return [wrong(c, "compress_ratios", what, found)]
+    return []
+
+
+def _check_ratio_kinds(c: "V4Fields") -> list[str]:
     odd = sorted({r for r in c.compress_ratios if r not in RATIOS})
     if odd:
         return [wrong(c, "compress_ratios", "only 0, 4 and 128 (no other is defined)", odd)]
     return []
 
 
-class V4Config(ModelConfig):
-    """DeepSeek-V4's fields under short names; layer `n_layers` is the MTP block."""
+class V4Fields(ModelConfig):
+    """What DeepSeek-V4's configurations share, whatever their draft head."""
 
-    architecture: ClassVar[Architecture] = V4
     checks: ClassVar[tuple[Check, ...]] = (
         check_heads,
         _check_kv_blocks,
@@ -72,7 +88,7 @@ class V4Config(ModelConfig):
         _check_blocks,
         check_routing,
         _check_hash,
-        _check_ratios,
+        _check_ratio_kinds,
     )
     release_extras: ClassVar[dict[str, Any]] = {
         "architectures": ["DeepseekV4ForCausalLM"],
@@ -94,6 +110,17 @@ class V4Config(ModelConfig):
         """Whether the block routes by token id (`ffn.gate.tid2eid`) rather than by score."""
         return layer < self.n_hash_layers
 
+    def kept(self, layers: Sequence[int]) -> dict[str, Any]:
+        """See `ModelConfig.kept`."""
+        return super().kept(layers) | {"num_hash_layers": sum(map(self.is_hash, layers))}
+
+
+class V4Config(V4Fields):
+    """DeepSeek-V4 with MTP: layer `n_layers` is the MTP block."""
+
+    architecture: ClassVar[Architecture] = V4
+    checks: ClassVar[tuple[Check, ...]] = (*V4Fields.checks, _check_ratio_count)
+
     @property
     def mtp_problem(self) -> str | None:
         """Why the MTP block of this configuration cannot be computed, or None when it can."""
@@ -104,7 +131,7 @@ class V4Config(ModelConfig):
             return (
                 f"compress_ratios has {len(self.compress_ratios)} entries for {self.n_layers} "
                 f"layers and num_nextn_predict_layers is {self.n_mtp_layers}: these mtp blocks are "
-                "of another design (as in the DSpark re-release), one MTP layer is defined"
+                "of another design, one MTP layer is defined (a DSpark head has dspark_* fields)"
             )
         if self.ratio(self.n_layers) != 0:
             return (
@@ -112,3 +139,18 @@ class V4Config(ModelConfig):
                 ": MTP is only defined with a plain window"
             )
         return None
+
+
+class V4DSparkConfig(DSparkFields, V4Fields):
+    """DeepSeek-V4 with a DSpark head: its draft blocks have the numbers from n_layers on."""
+
+    architecture: ClassVar[Architecture] = V4_DSPARK
+    release_names: ClassVar[Mapping[str, str]] = RELEASE_NAMES | DSPARK_NAMES
+    checks: ClassVar[tuple[Check, ...]] = (*V4Fields.checks, check_draft_ratios, check_targets)
+    markov: ClassVar[MarkovNames] = MarkovNames(
+        "markov_head.markov_w1", "markov_head.markov_w2", bias="markov_head.markov_w2.out"
+    )
+
+    def kept(self, layers: Sequence[int]) -> dict[str, Any]:
+        """See `ModelConfig.kept`."""
+        return super().kept(layers) | {"dspark_target_layer_ids": kept_targets(self, layers)}

@@ -9,7 +9,13 @@ from typing import Any, ClassVar
 
 from v4tool.architecture import V41, Architecture
 from v4tool.config import ModelConfig
-from v4tool.config_dspark import DSPARK_NAMES, DSparkFields, check_draft_ratios, check_targets
+from v4tool.config_dspark import (
+    DSPARK_NAMES,
+    DSparkFields,
+    MarkovNames,
+    check_draft_ratios,
+    check_targets,
+)
 from v4tool.config_fields import (
     RELEASE_NAMES,
     Check,
@@ -158,7 +164,7 @@ def _check_draft_experts(c: "V41Config") -> list[str]:
     return []
 
 
-class V41Config(ModelConfig, DSparkFields):
+class V41Config(DSparkFields, ModelConfig):
     """DeepSeek-V4.1's fields under short names; draft blocks have the numbers from n_layers on."""
 
     architecture: ClassVar[Architecture] = V41
@@ -179,6 +185,9 @@ class V41Config(ModelConfig, DSparkFields):
         "scale_fmt": "ue8m0",
         "fp8_block": (BLOCK, BLOCK),
     }
+    markov: ClassVar[MarkovNames] = MarkovNames(
+        "markov_head.embed", "markov_head.head", bias="markov_head.out"
+    )
     checks: ClassVar[tuple[Check, ...]] = (
         check_heads,
         check_index_heads,

@@ -100,7 +100,7 @@ class CaseRecorder:
         if generic(key) in self.wanted and self.selection.wants(key):
             self.writer.put(key, value)
         elif not all_finite(value):
-            self.writer.look()
+            self.writer.inspect_new()
             self.check.see(key, value)
 
 
@@ -129,7 +129,7 @@ def steps(config: ModelConfig, cases: Iterable[Case], selection: Selection) -> i
         layer_range_of(config, case, selection.keys(config, case)) for case in cases
     )
     passes = 1 + max(case.decode for case in cases)
-    return passes * (1 + layer_range.layers + layer_range.head) + layer_range.mtp
+    return stream.watched(config, passes, layer_range)
 
 
 def peak_rss() -> int:

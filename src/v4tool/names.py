@@ -25,6 +25,8 @@ Shape = tuple[int | None, ...]
 ITEMSIZE = {"F32": 4, "I32": 4, "I64": 8}
 EXPERT = re.compile(r"(?<=ffn\.)experts\.(\d{1,9}|<E>)\.")
 PASS = re.compile(r"decode\.\d{1,9}\.|mtp\.\d+\.(prefill|decode)\.")
+DRAFT = re.compile(r"(decode\.\d{1,9}\.)?mtp\.")
+BLOCK = re.compile(r"(?:decode\.\d{1,9}\.)?(layers|mtp)\.(\d{1,9})\.")
 INDEXED_RATIO = 4
 EXPERT_OUTPUTS = ("w1.out", "w3.out", "w2.out", "out")
 
@@ -155,7 +157,7 @@ def expert_keys(config: ModelConfig, name: str, rows: int | None) -> Keys:
 
 def moe_keys(config: ModelConfig, layer: int, step: Step) -> Keys:
     """Everything that is recorded under `ffn.`; routed experts as `experts.<E>`."""
-    s, k = step.tokens, config.n_activated_experts
+    s, (_, k) = step.tokens, config.experts_of(layer)
     return {
         "ffn.gate.out.0": acc(s, k),
         "ffn.gate.out.1": index("I32" if config.is_hash(layer) else "I64", s, k),
@@ -223,12 +225,35 @@ def with_rows(spec: KeySpec, rows: int) -> KeySpec:
     return KeySpec(spec.dtype, tuple(rows if n is None else n for n in spec.shape), spec.kind)
 
 
+def is_draft(key: str) -> bool:
+    """Whether the key belongs to the draft head, MTP or DSpark."""
+    return DRAFT.match(key) is not None
+
+
+def block_of(config: ModelConfig, key: str) -> int | None:
+    """The block that a key belongs to, or None; drafts have the numbers from n_layers on."""
+    match = BLOCK.match(key)
+    if match is None:
+        return None
+    return int(match[2]) + (config.n_layers if match[1] == "mtp" else 0)
+
+
+def experts_at(config: ModelConfig, key: str) -> tuple[int, int]:
+    """Routed experts of an expert key's block, and how many of them a token takes."""
+    block = block_of(config, key)
+    assert block is not None
+    return config.experts_of(block)
+
+
 def routed_rows(config: ModelConfig, key: str, length: int) -> int:
-    """Rows that all experts of the key's layer and pass share out: tokens times experts per
+    """Rows that all experts of the key's block and pass share out: tokens times experts per
     token.
     """
-    tokens = length if pass_of(key) in ("", "mtp.0.prefill.") else 1
-    return tokens * config.n_activated_experts
+    if pass_of(key) in ("", "mtp.0.prefill."):
+        tokens = length
+    else:
+        tokens = config.draft_tokens if is_draft(key) else 1
+    return tokens * experts_at(config, key)[1]
 
 
 def payload_bytes(config: ModelConfig, keys: Keys, length: int) -> int:
@@ -245,7 +270,7 @@ def payload_bytes(config: ModelConfig, keys: Keys, length: int) -> int:
 def most_tensors(config: ModelConfig, keys: Keys, length: int) -> int:
     """Upper bound of the number of tensors of these keys, whatever the routing."""
     experts = (
-        min(config.n_routed_experts, routed_rows(config, key, length))
+        min(experts_at(config, key)[0], routed_rows(config, key, length))
         for key in keys
         if "<E>" in key
     )

@@ -3,9 +3,7 @@
 Shape letters as in `names`.
 """
 
-from collections.abc import Iterable
-
-from v4tool.config_v4 import V4Config
+from v4tool.config_v4 import V4Config, V4Fields
 from v4tool.names import (
     Keys,
     Step,
@@ -25,7 +23,7 @@ from v4tool.names import (
 
 
 def _compressor_keys(
-    config: V4Config, name: str, step: Step, ratio: int, width: int, rot: str
+    config: V4Fields, name: str, step: Step, ratio: int, width: int, rot: str
 ) -> Keys:
     """A compressor's keys; `norm.out`, the rotation `rot` and `out` only where it gives a block."""
     s, t = step.tokens, complete_blocks(step, ratio)
@@ -38,7 +36,7 @@ def _compressor_keys(
     return keys
 
 
-def _indexer_keys(config: V4Config, step: Step, ratio: int) -> Keys:
+def _indexer_keys(config: V4Fields, step: Step, ratio: int) -> Keys:
     """The indexer's keys, its own compressor's among them."""
     s, heads, dim = step.tokens, config.index_n_heads, config.index_head_dim
     return {
@@ -52,7 +50,7 @@ def _indexer_keys(config: V4Config, step: Step, ratio: int) -> Keys:
     }
 
 
-def _attention_keys(config: V4Config, step: Step, ratio: int) -> Keys:
+def _attention_keys(config: V4Fields, step: Step, ratio: int) -> Keys:
     """Everything that is recorded under `attn.`, in order of execution."""
     s, h, c, r = step.tokens, config.n_heads, config.head_dim, config.rope_head_dim
     keys: Keys = {
@@ -84,7 +82,7 @@ def _attention_keys(config: V4Config, step: Step, ratio: int) -> Keys:
     }
 
 
-def _block_keys(config: V4Config, layer: int, step: Step) -> Keys:
+def _block_keys(config: V4Fields, layer: int, step: Step) -> Keys:
     """Everything that one block records except its own `out`, in order of execution."""
     s, dim = step.tokens, config.dim
     return {
@@ -97,12 +95,17 @@ def _block_keys(config: V4Config, layer: int, step: Step) -> Keys:
     }
 
 
+def main_layer_keys(config: V4Fields, layer: int, step: Step) -> Keys:
+    """A main layer's keys without its path in front."""
+    out = bf16(1, step.tokens, config.hc_mult, config.dim)
+    return {**_block_keys(config, layer, step), "out": out}
+
+
 def layer_keys(config: V4Config, layer: int, step: Step) -> Keys:
     """A block's keys without its path in front; those of MTP with what surrounds it."""
     if config.is_mtp(layer):
         return _mtp_keys(config, step)
-    out = bf16(1, step.tokens, config.hc_mult, config.dim)
-    return {**_block_keys(config, layer, step), "out": out}
+    return main_layer_keys(config, layer, step)
 
 
 def _mtp_keys(config: V4Config, step: Step) -> Keys:
@@ -123,15 +126,15 @@ def _mtp_keys(config: V4Config, step: Step) -> Keys:
     }
 
 
-def _main_keys(config: V4Config, step: Step, layers: Iterable[int]) -> Keys:
-    """The keys of one pass over the main stack, restricted to some layers."""
+def main_keys(config: V4Fields, step: Step) -> Keys:
+    """The keys of one pass over the main stack."""
     p, s = step.prefix, step.tokens
     keys = {
         f"{p}input_ids": index("I64", 1, s),
         f"{p}embed.out": bf16(1, s, config.dim),
     }
-    for n in layers:
-        keys |= {f"{p}layers.{n}.{k}": v for k, v in layer_keys(config, n, step).items()}
+    for n in range(config.n_layers):
+        keys |= {f"{p}layers.{n}.{k}": v for k, v in main_layer_keys(config, n, step).items()}
     return keys | {
         f"{p}norm.out": bf16(1, s, config.dim),
         f"{p}head.out": acc(1, config.vocab_size),
@@ -144,11 +147,11 @@ def recording_keys(config: V4Config, length: int, decode: int = 0, *, mtp: bool 
     Routed experts appear once per pass and layer as `experts.<E>.*` with None rows.
     """
     prefill, *decodes = steps_of(length, decode)
-    keys = _main_keys(config, prefill, range(config.n_layers))
+    keys = main_keys(config, prefill)
     if mtp:
         passes = Step("mtp.0.prefill.", length, 0), Step("mtp.0.decode.", 1, length)
         for step in passes:
             keys |= {f"{step.prefix}{k}": v for k, v in _mtp_keys(config, step).items()}
     for step in decodes:
-        keys |= _main_keys(config, step, range(config.n_layers))
+        keys |= main_keys(config, step)
     return keys

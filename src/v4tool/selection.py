@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from v4tool.config import ModelConfig
 from v4tool.errors import InputError
 from v4tool.model.stream import LayerRange
-from v4tool.names import Keys, layer_of, matches, pass_of, recording_keys
+from v4tool.names import Keys, is_draft, layer_of, matches, pass_of, recording_keys
 from v4tool.profiles import Case
 
 TOP_LEVEL = ("input_ids", "embed.out")
@@ -30,7 +30,7 @@ class Selection:
             return False
         if self.layers is None or layer_of(key) in self.layers:
             return True
-        return key.removeprefix(pass_of(key)) in TOP_LEVEL and not key.startswith("mtp.")
+        return key.removeprefix(pass_of(key)) in TOP_LEVEL and not is_draft(key)
 
     def keys(self, config: ModelConfig, case: Case) -> Keys:
         """The keys of a case to record. InputError for a pattern or layer that matches none."""
@@ -56,14 +56,20 @@ EVERYTHING = Selection()
 
 def layer_range_of(config: ModelConfig, case: Case, keys: Keys) -> LayerRange:
     """The part of the model that has to be computed for these keys of a case."""
-    mtp = any(key.startswith("mtp.") for key in keys)
+    mtp = any(map(is_draft, keys))
     chooses_ids = case.decode > len(case.decode_ids)
-    ends = {"norm.out", "head.out"}
-    head = chooses_ids or any(key.removeprefix(pass_of(key)) in ends for key in keys)
+    head = chooses_ids or any(map(_needs_head, keys))
     if mtp or head:
         return LayerRange(config.n_layers, head=head, mtp=mtp)
     layers = [n for n in map(layer_of, keys) if n is not None]
     return LayerRange(max(layers) + 1 if layers else 0, head=False, mtp=False)
+
+
+def _needs_head(key: str) -> bool:
+    """Whether a key is of the main head, or of the draft of a decode step, which starts from it."""
+    prefix = pass_of(key)
+    in_step = prefix.startswith("decode.")
+    return key.removeprefix(prefix) in {"norm.out", "head.out"} or (in_step and is_draft(key))
 
 
 def union(layer_ranges: Iterable[LayerRange]) -> LayerRange:

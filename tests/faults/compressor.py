@@ -38,7 +38,7 @@ def ape_missing(patch: Patch) -> None:
 
 
 def ape_missing_on_tail(patch: Patch) -> None:
-    right_weight, right_forget, last = Scope.weight, compress.forget, {}
+    right_weight, right_forget, last = Scope.weight, compress.keep_rows, {}
 
     def weight(self, name):
         value = right_weight(self, name)
@@ -53,7 +53,7 @@ def ape_missing_on_tail(patch: Patch) -> None:
             state.gate[-tail:] -= last["ape"][:tail]
 
     patch.setattr(Scope, "weight", weight)
-    patch.setattr(compress, "forget", wrong)
+    patch.setattr(compress, "keep_rows", wrong)
 
 
 def rows(change):
@@ -135,14 +135,14 @@ def decode_overlap_lost(patch: Patch) -> None:
 
 
 def state_not_shifted(patch: Patch) -> None:
-    right = compress.forget
+    right = compress.keep_rows
 
     def wrong(state, kv, gate, step, ratio):
         right(state, kv, gate, step, ratio)
         if step.start and ratio == 4 and step.end % 4 == 0:
             state.kv[:4], state.gate[:4] = 0, -math.inf
 
-    patch.setattr(compress, "forget", wrong)
+    patch.setattr(compress, "keep_rows", wrong)
 
 
 def state_of_the_last_prompt(patch: Patch) -> None:

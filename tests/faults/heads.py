@@ -3,7 +3,7 @@
 import torch
 
 from tests.faults.harness import Fault, Patch
-from v4tool.model import block, hyper, layers, stream
+from v4tool.model import block, head, hyper, layers, mtp, stream
 from v4tool.model.scope import Scope
 from v4tool.quant.activation import to_bf16
 from v4tool.quant.linear import linear_hi
@@ -30,9 +30,9 @@ def final_norm_missing(patch: Patch) -> None:
 
     def wrong(scope, x):
         right(scope, x)  # norm.out is recorded all the same
-        return block.last_rows(scope, hyper.hc_head(scope, x))
+        return head.last_rows(scope, hyper.hc_head(scope, x))
 
-    for module in (block, stream):
+    for module in (block, mtp):
         patch.setattr(module, "head_input", wrong)
 
 
@@ -45,8 +45,8 @@ def mtp_given(change):
     """Change the streams that MTP gets: BF16 [T, M, D]."""
 
     def inject(patch: Patch) -> None:
-        right = block.mtp
-        patch.setattr(stream, "mtp", lambda scope, h, table: right(scope, change(h), table))
+        right = mtp.mtp
+        patch.setattr(mtp, "mtp", lambda scope, h, table: right(scope, change(h), table))
 
     return inject
 
@@ -64,7 +64,7 @@ def position_zero(patch: Patch) -> None:
             e[scope.positions == 0] = 0
         return e
 
-    patch.setattr(block, "embed", wrong)
+    patch.setattr(mtp, "embed", wrong)
 
 
 def swapped_projections(patch: Patch) -> None:
@@ -126,7 +126,7 @@ FAULTS = [
     ),
     Fault(
         "head_bf16",
-        lambda p: p.setattr(block, "linear_hi", lambda x, w, n: to_bf16(linear_hi(x, w, n))),
+        lambda p: p.setattr(head, "linear_hi", lambda x, w, n: to_bf16(linear_hi(x, w, n))),
         "head",
         "head.out",
     ),

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tests.faults.harness import Fault, Patch
-from v4tool.model import block, hyper, stream
+from v4tool.model import block, hyper, port_v4
 
 ATTN = "hc_split[hc_attn]"
 PRE, POST, COMB = (f"layers.0.hc_attn.{name}" for name in ("pre", "post", "comb"))
@@ -72,7 +72,7 @@ def one_stream(patch: Patch) -> None:
             x[:, 1:] = 0
         return right(scope, x, layer)
 
-    patch.setattr(stream, "block", wrong)
+    patch.setattr(port_v4, "block", wrong)
 
 
 def head_without_weights(patch: Patch) -> None:

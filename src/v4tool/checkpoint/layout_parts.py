@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from v4tool.checkpoint.layout import Entry
 from v4tool.config import ModelConfig
+from v4tool.config_dspark import DSparkFields
 from v4tool.config_fields import FP4_GROUP
 
 
@@ -66,3 +67,18 @@ def experts(c: ModelConfig, routed: int) -> Iterator[Entry]:
     for expert in range(routed):
         for name, n, k in shapes:
             yield from fp4(f"ffn.experts.{expert}.{name}", n, k)
+
+
+def dspark(c: ModelConfig, layer: int) -> Iterator[Entry]:
+    """Of a draft block beside the block itself: the first takes the main stack's streams in, the
+    last has the Markov and the confidence head.
+    """
+    assert isinstance(c, DSparkFields)
+    if layer == c.n_layers:
+        yield from fp8(c, "main_proj", c.dim, len(c.dspark_target_layer_ids) * c.dim)
+        yield bf16("main_norm", c.dim)
+    if layer == c.n_layers + c.n_mtp_layers - 1:
+        yield bf16("norm", c.dim)
+        for matrix in (c.markov.embed, c.markov.head):
+            yield bf16(matrix, c.vocab_size, c.dspark_markov_rank)
+        yield bf16("confidence_head.proj", 1, c.dim + c.dspark_markov_rank)

@@ -7,7 +7,15 @@ is that of the golden checkpoints, with the image part behind.
 from collections.abc import Iterator
 
 from v4tool.checkpoint.layout import Entry, Place
-from v4tool.checkpoint.layout_parts import bf16, experts, fp8, hyper, output, projections
+from v4tool.checkpoint.layout_parts import (
+    bf16,
+    dspark,
+    experts,
+    fp8,
+    hyper,
+    output,
+    projections,
+)
 from v4tool.config_v41 import V41Config
 
 VISION_BLOCKS, VISION_WIDTH, VISION_INNER, PATCH = 32, 1024, 2816, 14
@@ -24,7 +32,7 @@ def v41_shards(c: V41Config) -> Iterator[list[Place]]:
         if layer in c.engram_layer_ids:
             yield [(c.block_path(layer), _table(c, layer))]
     for layer in range(c.n_layers, c.n_layers + c.n_mtp_layers):
-        yield [(c.block_path(layer), _block(c, layer)), (c.block_path(layer), _draft(c, layer))]
+        yield [(c.block_path(layer), _block(c, layer)), (c.block_path(layer), dspark(c, layer))]
     yield [("", _vision())]
     yield [("", _aligner(c))]
 
@@ -79,17 +87,6 @@ def _table(c: V41Config, layer: int) -> Iterator[Entry]:
     rows, width = c.engram_rows(layer), c.engram_head_dim
     yield "engram.embed.weight", "F8_E4M3", (rows, width)
     yield "engram.embed.scale", "F8_E8M0", (rows, width // c.fp8_block[1])
-
-
-def _draft(c: V41Config, layer: int) -> Iterator[Entry]:
-    if layer == c.n_layers:
-        yield from fp8(c, "main_proj", c.dim, len(c.dspark_target_layer_ids) * c.dim)
-        yield bf16("main_norm", c.dim)
-    if layer == c.n_layers + c.n_mtp_layers - 1:
-        yield bf16("norm", c.dim)
-        yield bf16("markov_head.embed", c.vocab_size, c.dspark_markov_rank)
-        yield bf16("markov_head.head", c.vocab_size, c.dspark_markov_rank)
-        yield bf16("confidence_head.proj", 1, c.dim + c.dspark_markov_rank)
 
 
 def _vision() -> Iterator[Entry]:

@@ -1,8 +1,8 @@
-"""Compares a cached random checkpoint with what this version of the generator makes.
+"""Compares a cached random checkpoint with the one that this version of `synth` writes.
 
-For a generator that was changed without a new `SYNTH_VERSION`, and for damage to the cache. Cheap:
-all file sizes, the configuration, the index and the headers, and the beginning of one tensor of
-each kind. Left out: the other bytes.
+Detects a generator that was changed without a new `SYNTH_VERSION`, and a damaged cache. To be fast,
+it compares file sizes, the configuration, the index, the headers, and the beginning of one tensor
+of each kind. Left out: all other bytes.
 """
 
 import re
@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 def outdated(directory: Path, config: ModelConfig, seed: int) -> str | None:
-    """What in a directory made by `synth` is not as `synth` makes it now; None if all is."""
+    """The first difference of a directory from what `synth` writes now; None if there is none."""
     specs = writable_layout(config)
     files = shard_contents(specs)
     try:

@@ -44,9 +44,9 @@ def zero_tails(found: TensorIndex, specs: Mapping[str, TensorSpec]) -> list[str]
 
 
 def _fewest_zeros(name: str, spec: TensorSpec, entry: Entry) -> float:
-    """Trailing zero bytes of a tensor from which on its download is unfinished; inf for any number.
+    """Trailing zero bytes of a tensor that show an unfinished download; inf if no number does.
 
-    Fewer are normal in embeddings: rows of tokens that are never used may be zero.
+    In embeddings some are normal: rows of tokens that are never used may be zero.
     """
     if not entry.nbytes:
         return math.inf

@@ -51,7 +51,8 @@ def reduce(
     """The configuration with fewer routed experts and only some of its main layers.
 
     layers: number of layers from the first on, or which layers (ascending; they are renumbered and
-    keep their ratio and kind of routing). MTP stays. Raises InputError for numbers out of range.
+    keep their ratio and kind of routing). The draft blocks stay. Raises InputError for numbers out
+    of range.
     """
     config.architecture.require("synth")
     fields = config.to_release_dict()
@@ -69,10 +70,7 @@ def reduce(
                 f"layers: expected ascending numbers from 0 to {config.n_layers - 1}, "
                 f"found {layers}"
             )
-        ratios = config.compress_ratios
-        fields["num_hidden_layers"] = len(kept)
-        fields["num_hash_layers"] = sum(map(config.is_hash, kept))
-        fields["compress_ratios"] = [ratios[i] for i in kept] + list(ratios[config.n_layers :])
+        fields |= config.kept(kept)
     return ModelConfig.from_dict(fields, "reduced configuration")
 
 

@@ -38,7 +38,7 @@ from v4tool.verify.provenance import Provenance
 from v4tool.verify.results import Comparison
 from v4tool.verify.runtime import Runtime
 from v4tool.verify.tensors import OWN_DESCRIPTION, CheckpointWeights, Recorded, decode_steps
-from v4tool.verify.vt_module import surroundings
+from v4tool.verify.vt_module import vt_environment
 
 Combination = tuple[Option, ...]
 Errors = dict[tuple[str, str], dict[Combination, list[float]]]
@@ -332,7 +332,7 @@ def run(
     )
     terms = longest_sum(job.checkpoint.config)
     runtime.prepare(arithmetic, fault, terms, explore=explore)
-    with surroundings(runtime._module, runtime.environment):
+    with vt_environment(runtime._module, runtime.environment):
         runtime.load()
     with Trace() if trace or explore else nullcontext():
         for number, node, args in job.passes():

@@ -113,10 +113,15 @@ def queries(scope: Scope, x_TD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]
     return qr, rotary.rotate_batch(q)
 
 
-def keys_values(scope: Scope, x_TD: Tensor, rotary: Rotary) -> Tensor:
-    """Keys of the batch's tokens, which are also the values: BF16 [T, C] (step 2)."""
-    kv = scope.tap("kv_norm.out", scope.norm("kv_norm", scope.linear("wkv", x_TD)))
-    return quantize_kv(rotary.rotate_batch(kv), scope.config)
+def latent_rows(scope: Scope, x_TD: Tensor, rotary: Rotary, use: str = "") -> Tensor:
+    """Normed and rotated rows of the window: BF16 [T, C]; use: ending of the recorded names."""
+    raw = scope.linear("wkv", x_TD, f"wkv{use}")
+    return rotary.rotate_batch(scope.tap(f"kv_norm{use}.out", scope.norm("kv_norm", raw)))
+
+
+def keys_values(scope: Scope, x_TD: Tensor, rotary: Rotary, use: str = "") -> Tensor:
+    """Keys of the window, which are also the values: BF16 [T, C] (step 2)."""
+    return quantize_kv(latent_rows(scope, x_TD, rotary, use), scope.config)
 
 
 def compressed(
@@ -143,6 +148,18 @@ def compressed(
     return list(zip(both, rows, strict=True))
 
 
+def attend(
+    scope: Scope, segment: Segment, q_sHC: Tensor, kv_nC: Tensor, table_sm: Tensor, sink_H: Tensor
+) -> Tensor:
+    """`sparse_attn` of one segment, its inputs and output recorded: BF16 [s, H, C]."""
+    scope.tap_for(segment, "sparse_attn.in.q", q_sHC.unsqueeze(0))
+    scope.tap_for(segment, "sparse_attn.in.kv", kv_nC.unsqueeze(0))
+    scope.tap_for(segment, "sparse_attn.in.topk_idxs", table_sm.unsqueeze(0))
+    out = sparse_attn(q_sHC, kv_nC, table_sm, sink_H, scope.numerics)
+    scope.tap_for(segment, "sparse_attn.out", out.unsqueeze(0))
+    return out
+
+
 def core(
     scope: Scope,
     segment: Segment,
@@ -157,12 +174,7 @@ def core(
     step, state = segment.step, segment.state(layer)
     store_window(state, step, kv_sC, scope.config.window_size)
     rows, table = attended_rows(state, step, kv_sC, blocks), table_sm.to(torch.int32)
-    scope.tap_for(segment, "sparse_attn.in.q", q_sHC.unsqueeze(0))
-    scope.tap_for(segment, "sparse_attn.in.kv", rows.unsqueeze(0))
-    scope.tap_for(segment, "sparse_attn.in.topk_idxs", table.unsqueeze(0))
-    out = sparse_attn(q_sHC, rows, table, sink_H, scope.numerics)
-    scope.tap_for(segment, "sparse_attn.out", out.unsqueeze(0))
-    return out
+    return attend(scope, segment, q_sHC, rows, table, sink_H)
 
 
 def output(scope: Scope, o_THC: Tensor, rotary: Rotary) -> Tensor:

@@ -1,25 +1,23 @@
-"""Decoder block, embedding, output heads of the main stack and of MTP, MTP block (SPEC section 5).
+"""Embedding, decoder block and last norm of DeepSeek-V4 (SPEC section 5).
 
 T tokens of the batch, M streams, D dim, V vocabulary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from v4tool.config import ModelConfig
 from v4tool.model.attention import attention
+from v4tool.model.head import last_rows
 from v4tool.model.hyper import hc_head, hc_post, hc_pre
 from v4tool.model.moe import moe
 from v4tool.model.scope import Scope
 from v4tool.names import has_indexer
-from v4tool.quant.activation import to_bf16
-from v4tool.quant.linear import linear_hi
-from v4tool.threads import ordered_map
 
-HEAD_ROWS = 4096
-"""Rows of the output matrix that are in memory at a time; the whole is 1 GiB in the release."""
+Attention = Callable[[Scope, Tensor, int], Tensor]
+"""A block's attention: BF16 [T, D] -> BF16 [T, D]."""
+EMBEDDING = "embed.weight"
 EVERY_LAYER = ("attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wo_a", "attn.wo_b", "ffn.gate")
 COMPRESSOR = ("attn.compressor.wkv", "attn.compressor.wgate")
 INDEXER = ("attn.indexer.wq_b",)
@@ -39,11 +37,11 @@ def large_weights(config: ModelConfig, layer: int) -> tuple[str, ...]:
     return tuple(f"{config.block_path(layer)}.{name}.weight" for name in names)
 
 
-def block(scope: Scope, x_TMD: Tensor, layer: int) -> Tensor:
+def block(scope: Scope, x_TMD: Tensor, layer: int, attend: Attention = attention) -> Tensor:
     """Attention and mixture of experts, each in a hyper-connection: BF16 [T, M, D] -> the same."""
     y, post, comb = hc_pre(scope, "hc_attn", x_TMD)
     y = scope.tap("attn_norm.out", scope.norm("attn_norm", y))
-    y = attention(scope / "attn", y, layer)
+    y = attend(scope / "attn", y, layer)
     x_TMD = hc_post(y, x_TMD, post, comb, threads=scope.threads)
     y, post, comb = hc_pre(scope, "hc_ffn", x_TMD)
     y = scope.tap("ffn_norm.out", scope.norm("ffn_norm", y))
@@ -51,48 +49,6 @@ def block(scope: Scope, x_TMD: Tensor, layer: int) -> Tensor:
     return hc_post(y, x_TMD, post, comb, threads=scope.threads)
 
 
-def last_rows(scope: Scope, x: Tensor) -> Tensor:
-    """The last token's row of each segment: [T, ...] -> [segments, ...]."""
-    return torch.stack([part[-1] for _, part in scope.parts(x)])
-
-
 def head_input(scope: Scope, x_TMD: Tensor) -> Tensor:
     """Input of the output matrix; records `norm.out`: BF16 [T, M, D] -> BF16 [segments, D]."""
     return last_rows(scope, scope.tap("norm.out", scope.norm("norm", hc_head(scope, x_TMD))))
-
-
-def logits(scope: Scope, y_nD: Tensor, matrix: str) -> Tensor:
-    """Logits of some rows; the output matrix is read in pieces: BF16 [n, D] -> acc [n, V]."""
-    size = scope.config.vocab_size
-    row_bytes = scope.weights.nbytes(matrix) // size
-
-    def piece(start: int) -> Tensor:
-        stop = min(start + HEAD_ROWS, size)
-        buffer = scope.buffers.take("codes", (stop - start) * row_bytes, torch.uint8)
-        return linear_hi(
-            y_nD, scope.weights.read_rows(matrix, start, stop, buffer), scope.single.numerics
-        )
-
-    return torch.cat(list(ordered_map(piece, range(0, size, HEAD_ROWS), scope.threads)), dim=1)
-
-
-def tap_logits(scope: Scope, names: Iterable[str], logits_nV: Tensor) -> None:
-    """Pass each segment's row of logits to its tap as [1, V], under each name."""
-    for name in names:
-        for segment, row in zip(scope.segments, logits_nV, strict=True):
-            scope.tap_for(segment, name, row.unsqueeze(0))
-
-
-def mtp_input(scope: Scope, h_TMD: Tensor, embedding: str) -> Tensor:
-    """Projected embedding plus each projected stream: BF16 [T, M, D] (SPEC 5, MTP block)."""
-    e = scope.tap("enorm.out", scope.norm("enorm", embed(scope, embedding)))
-    e = scope.linear("e_proj", e).unsqueeze(1)
-    h = scope.tap("hnorm.out", scope.norm("hnorm", h_TMD))
-    h = scope.linear("h_proj", h)
-    return to_bf16(e.to(scope.acc) + h.to(scope.acc))
-
-
-def mtp(scope: Scope, h_TMD: Tensor, embedding: str) -> Tensor:
-    """The MTP block, without the output matrix: streams [T, M, D] -> BF16 [segments, D]."""
-    x = block(scope, mtp_input(scope, h_TMD, embedding), scope.config.n_layers)
-    return head_input(scope, x)

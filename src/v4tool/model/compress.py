@@ -9,6 +9,7 @@ complete now, drop rows that no later block needs.
 
 import math
 from collections.abc import Callable
+from copy import copy
 from itertools import count
 
 import torch
@@ -50,6 +51,13 @@ class Rotary:
         self.frequencies = rope_frequencies(scope.config, ratio)
         self.tables = rope_tables(self.frequencies, scope.positions, scope.acc)
         self.numbers = {id(segment): count() for segment in scope.segments}
+
+    def on(self, scope: Scope) -> "Rotary":
+        """The same for other tokens of the same sequences; the numbers go on."""
+        other = copy(self)
+        other.scope, other.tables = scope, rope_tables(self.frequencies, scope.positions, scope.acc)
+        other.numbers = dict(zip(map(id, scope.segments), self.numbers.values(), strict=True))
+        return other
 
     def tap(self, segment: Segment, rotated: Tensor) -> None:
         """Record the rotated dims of one segment's tensor [s, ..., C] as its next rotation."""

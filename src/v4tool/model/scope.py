@@ -192,10 +192,13 @@ class Scope:
             self.tap_for(segment, name, part)
         return batch
 
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        """Quantised product with weight `name`, recorded: BF16 [T, ..., in] -> [T, ..., out]."""
+    def linear(self, name: str, x: Tensor, recorded: str | None = None) -> Tensor:
+        """Quantised product with weight `name`, recorded as `recorded` (default: its name).
+
+        BF16 [T, ..., in] -> [T, ..., out].
+        """
         y = q_linear(x, self.quantized(name, x.shape[-1]), self.numerics)
-        return self.tap(f"{name}.out", y)
+        return self.tap(f"{recorded or name}.out", y)
 
     def linear_hi(self, name: str, x: Tensor) -> Tensor:
         """Product with an unquantised weight, not recorded: BF16 [T, in] -> acc [T, out]."""

@@ -34,7 +34,7 @@ SEMANTICS: Mapping[str, str] = {
     ),
     "model.py": "ce962f1face79d4f633d36436576214057a7e11443c9789935e1deb5c6cd1d71",
     "kernel.py": "59b325083d7103975cba025bd0d60ea343bb82d8fff53088afb7c04bd380c0c2",
-    "refuses": "the checkpoint variant of 2026-07-31 (DSpark in place of MTP, 48 shards)",
+    "refuses": "mtp blocks of another design than config.json says (DSpark's without its fields)",
 }
 """Revision of the released code that the port follows, and the SHA-256 of two of its files."""
 

@@ -12,8 +12,8 @@ or time.
 
 Values are converted into a buffer of a fixed size, which is passed to the writing thread when it is
 full and reused when it is written: memory is allocated only at the start, and the threads
-synchronise once a buffer instead of once a tensor. For the same reason NaN and infinity are looked
-for once a buffer, in its sum; whoever is told of them (`inspect`) looks at single tensors.
+synchronise once a buffer instead of once a tensor. For the same reason the search for NaN and
+infinity is one sum a buffer; only if it is not finite, `inspect` is called with single tensors.
 """
 
 import fcntl
@@ -84,14 +84,15 @@ class _Buffer:
                 self.floats.append([start, stop])
 
     def all_finite(self) -> bool:
-        """Whether the floats' sums are finite, hence all of them; large values may add up to
-        infinity.
+        """Whether the sums of the floats are finite, and so all floats are.
+
+        False may also come from large finite values whose sum overflows.
         """
         values = self.elements[torch.float32]
         return all(math.isfinite(values[a:b].sum().item()) for a, b in self.floats)
 
     def clear(self) -> None:
-        """Make room for other values."""
+        """Empty the buffer for reuse."""
         self.filled = 0
         self.floats.clear()
 
@@ -102,7 +103,7 @@ class RecordingWriter:
     path: the final name. most_tensors: upper bound of the number of tensors, to reserve space for
     the header. metadata: strings of `__metadata__`; `close` adds `payload_sha256`. force: replace
     an existing file. inspect: called, in the order of `put`, with tensors of which a sum is not
-    finite and with those that span buffers; what it raises comes out of `put`, `look` or `close`.
+    finite and with those that span buffers; `put`, `inspect_new` and `close` raise what it raises.
     Raises OutputError if the file cannot be written, exists, or is being written.
     """
 
@@ -128,7 +129,7 @@ class RecordingWriter:
         self._sha = hashlib.sha256()
         self._error: OSError | None = None
         self._inspect = inspect
-        self._not_looked_at: list[tuple[str, int, torch.Size]] = []
+        self._not_inspected: list[tuple[str, int, torch.Size]] = []
         self._buffer = _Buffer()
         self._buffers = 1
         self._full: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
@@ -177,7 +178,7 @@ class RecordingWriter:
         elif value.numel() % 2 == 0:
             self._write(name, value)
         elif self._odd is None:
-            self.look()
+            self.inspect_new()
             self._inspect(name, value)
             self._odd = (name, value.clone())
         else:
@@ -196,10 +197,10 @@ class RecordingWriter:
         self._offset += nbytes
         if self._buffer.filled + nbytes <= BUFFER_BYTES:
             if dtype == torch.float32:
-                self._not_looked_at.append((name, self._buffer.filled // 4, value.shape))
+                self._not_inspected.append((name, self._buffer.filled // 4, value.shape))
             self._buffer.append(value, dtype)
             return
-        self.look()
+        self.inspect_new()
         self._inspect(name, value)
         flat = value.flatten()
         while len(flat):
@@ -209,17 +210,17 @@ class RecordingWriter:
             self._buffer.append(flat[:room], dtype)
             flat = flat[room:]
 
-    def look(self) -> None:
-        """Pass what came since the last look to `inspect`, if there may be NaN or infinity in it.
+    def inspect_new(self) -> None:
+        """Call `inspect` for the tensors since the last call, if any may hold NaN or infinity.
 
-        Called before a buffer is submitted; values must be told in order with others that are not
-        recorded.
+        The writer calls it before it submits a buffer; a caller that also inspects values that are
+        not recorded calls it before each of them, to keep the order.
         """
-        seen, self._not_looked_at = self._not_looked_at, []
-        if not seen or self._buffer.all_finite():
+        new, self._not_inspected = self._not_inspected, []
+        if not new or self._buffer.all_finite():
             return
         values = self._buffer.elements[torch.float32]
-        for name, start, shape in seen:
+        for name, start, shape in new:
             self._inspect(name, values[start : start + shape.numel()].view(shape))
 
     def _submit(self) -> None:
@@ -266,7 +267,7 @@ class RecordingWriter:
         """
         for name, value in [*self._last, *([self._odd] if self._odd else [])]:
             self._write(name, value)
-        self.look()
+        self.inspect_new()
         self._full.put(self._buffer)
         self._stop()
         self._raise_error()

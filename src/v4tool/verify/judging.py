@@ -24,9 +24,9 @@ from v4tool.verify.tensors import Recorded
 
 
 class Judge(Protocol):
-    """Compares returned values with recorded ones and says what is handed on.
+    """Compares returned values with recorded ones and chooses the values that are handed on.
 
-    keys: the recorded ones; equally_good: what the file's `EQUALLY_GOOD` offers, by node name.
+    keys: those of the recording. equally_good: the file's `EQUALLY_GOOD`: function by node name.
     """
 
     keys: frozenset[str]

@@ -23,7 +23,7 @@ from v4tool.verify.locations import ENDS, block_of, layer_number, unit_of
 from v4tool.verify.provenance import OUTERMOST, Provenance, memory
 from v4tool.verify.results import Comparison, NodeResult, ValueRef
 from v4tool.verify.tensors import Recorded, Weights
-from v4tool.verify.vt_module import execute, one_line, surroundings, vt_lang
+from v4tool.verify.vt_module import execute, one_line, vt_environment, vt_lang
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Runtime:
 
     def load(self) -> None:
         """Execute the file's top level. VtError where it fails."""
-        with surroundings(self._module, self.environment):
+        with vt_environment(self._module, self.environment):
             self.namespace = execute(self.description)
         self._judge.equally_good = self.namespace.get("EQUALLY_GOOD", {})
 
@@ -70,7 +70,7 @@ class Runtime:
         """Call the node of a pass; the reason if it could not be run to its end."""
         self._pass, self._outer, self._inner, self._layers_seen = number, 0, 0, False
         self._frames, self._provenance = [], Provenance()
-        with surroundings(self._module, self.environment):
+        with vt_environment(self._module, self.environment):
             try:
                 self.namespace[node](*args)
             except StopPass:

@@ -21,7 +21,7 @@ def vt_lang(contents: Mapping[str, Callable[..., Any]]) -> types.ModuleType:
 
 
 @contextmanager
-def surroundings(module: types.ModuleType, environment: Mapping[str, str]) -> Iterator[None]:
+def vt_environment(module: types.ModuleType, environment: Mapping[str, str]) -> Iterator[None]:
     """Context with `vt_lang` importable, the environment variables and torch's number of threads
     (`VT_NUM_THREADS`, default 1) set, and gradients off; the former state is restored at its end.
     """
