@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from v4tool.config import ModelConfig
-from v4tool.diff.layout import Sizes
-from v4tool.diff.maps import Candidate, load_map, match
+from v4tool.diff.maps import load_map
+from v4tool.diff.matching import Candidate, match
 from v4tool.diff.readers import open_tensors
 from v4tool.errors import InputError
 from v4tool.profiles import validate_ids
@@ -42,7 +42,7 @@ def open_candidate(
         )
     validate_ids(chosen, config.vocab_size, where=f"{path}: input_ids")
     candidate.given["input_ids"] = torch.tensor([chosen])
-    candidate.sizes = Sizes.of(config, len(chosen))
+    candidate.has_tokens(len(chosen))
     for step, token in enumerate(decode_ids or _metadata_ids(candidate, "decode_ids") or ()):
         candidate.given.setdefault(f"decode.{step}.input_ids", torch.tensor([[token]]))
     return candidate

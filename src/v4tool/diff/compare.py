@@ -2,7 +2,7 @@
 
 from v4tool.checkpoint.shards import Checkpoint
 from v4tool.diff.judge import DiffJob, run
-from v4tool.diff.maps import Candidate
+from v4tool.diff.matching import Candidate
 from v4tool.diff.results import DiffResult
 from v4tool.diff.search import find_arithmetic
 from v4tool.diff.verdict import find_verdict, judged, operator_rows

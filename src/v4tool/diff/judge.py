@@ -21,6 +21,7 @@ from v4tool.diff.arithmetic import (
     Option,
     axes_of,
     bound,
+    in_form,
     longest_sum,
     replacements,
 )
@@ -230,12 +231,14 @@ class CandidateRuntime(Runtime):
     def _compute(self, frame: Frame, function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         node, operator = frame.spec.name, operator_of(frame.label)
         chosen = self.arithmetic.options(node, operator)
+        own = function
+        function = in_form(own, self.namespace, chosen)
         if self.fault is not None:
             function = self.fault.applied(node, function, self._own)
         with self._helpers(self._with_fault(node, replacements(self._own, chosen))):
             result = function(*frame.args, **kwargs)
         if self.explore and not frame.called and len(chosen):
-            self._try_combinations(frame, function, kwargs, operator)
+            self._try_combinations(frame, own, kwargs, operator)
         return result
 
     def _with_fault(self, node: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +269,7 @@ class CandidateRuntime(Runtime):
             if len(found) >= COMBINATIONS_AT_MOST:
                 return
             with self._helpers(replacements(self._own, combination)):
-                result = function(*frame.args, **kwargs)
+                result = in_form(function, self.namespace, combination)(*frame.args, **kwargs)
             values = result if isinstance(result, tuple) else (result,)
             pairs = zip(values, recorded, strict=True)
             found.append(max(error_of(frame, value, r, {})[0] for value, r in pairs))
