@@ -128,9 +128,7 @@ def test_the_span_between_recorded_points_is_named() -> None:
 
 def test_a_port_that_drops_the_route_scale_ends_with_status_1(cli: Cli) -> None:
     path = TRANSFORMERS / "no_route_scale.safetensors"
-    ran = cli(
-        "diff", path, "--map", "transformers", "--ckpt", GOLDEN / "ckpt", "--threads", 1, "-q"
-    )
+    ran = cli("diff", path, "--map", "transformers", "--ckpt", GOLDEN / "ckpt", "-q")
     assert ran.status == 1
     verdict = next(line for line in ran.out.splitlines() if line.startswith("first operator"))
     assert "layers.0.ffn.gate.out.0: relative L2 0.5" in verdict

@@ -14,7 +14,9 @@ from v4tool.diff.maps import load_map
 from v4tool.diff.matching import Candidate, match
 from v4tool.diff.readers import open_tensors
 from v4tool.errors import InputError
+from v4tool.names import recording_keys
 from v4tool.profiles import validate_ids
+from v4tool.verify.tensors import decode_steps
 
 
 def open_candidate(
@@ -45,6 +47,11 @@ def open_candidate(
     candidate.has_tokens(len(chosen))
     for step, token in enumerate(decode_ids or _metadata_ids(candidate, "decode_ids") or ()):
         candidate.given.setdefault(f"decode.{step}.input_ids", torch.tensor([[token]]))
+    specs = recording_keys(config, len(chosen), decode_steps(candidate.specs))
+    for key, spec in specs.items():
+        shape = tuple(size for size in spec.shape if size is not None)
+        if len(shape) == len(spec.shape):
+            candidate.shapes[key] = shape
     return candidate
 
 

@@ -6,13 +6,15 @@ Left out: the rules (`maps`), their steps (`layout`), reading the tensors (`read
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 from torch import Tensor
 
 from v4tool.config import ModelConfig
-from v4tool.diff.layout import Sizes, Step, apply_steps, is_empty, parse_step
+from v4tool.diff.layout import apply_steps
 from v4tool.diff.maps import MapRule, TensorMap, filled, pattern
 from v4tool.diff.readers import ForeignTensors
+from v4tool.diff.steps import Sizes, Step, is_empty, parse_step
 from v4tool.errors import InputError
 from v4tool.names import Step as Pass
 from v4tool.names import layer_of
@@ -33,7 +35,7 @@ class Candidate:
     """A candidate's tensors under our keys, each read and laid out when it is asked for.
 
     tokens: of the prompt; matched: key -> its tensor; unmatched: names without a rule; given:
-    values that do not come from the tensors.
+    values that do not come from the tensors; shapes: of keys whose shape no routing decides.
     """
 
     tensors: ForeignTensors
@@ -42,6 +44,7 @@ class Candidate:
     matched: dict[str, Binding] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
     given: dict[str, Tensor] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -67,7 +70,9 @@ class Candidate:
         binding = self.matched[key]
         where = f"rule {binding.rule.name} for {binding.name}"
         sizes = self.sizes_of(key, binding.expert)
-        return apply_steps(self._load(binding.name), binding.steps, sizes, where, self._load)
+        value = apply_steps(self._load(binding.name), binding.steps, sizes, where, self._load)
+        shape = self.shapes.get(key)
+        return value if shape is None or value.numel() != prod(shape) else value.reshape(shape)
 
     def _load(self, name: str) -> Tensor:
         return self.tensors.tensors[name].load()
