@@ -1,15 +1,13 @@
 """Random operands of products, ordinary and extreme, and the available backends."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import Tensor
 
 from v4tool.config import Numerics
-from v4tool.quant.linear import QuantizedWeight
+from v4tool.quant.linear import QuantizedWeight, extension_problem
 
-HAS_KERNEL = find_spec("v4tool.quant._kernel") is not None
+HAS_KERNEL = extension_problem() is None
 needs_kernel = pytest.mark.skipif(not HAS_KERNEL, reason="the C kernel is not built")
 
 FAST = ["numpy", pytest.param("c", marks=needs_kernel)]
@@ -36,16 +34,23 @@ def spread(g: torch.Generator, *shape: int, binades: int = 0) -> Tensor:
     return torch.randn(shape, generator=g, dtype=torch.float64) * torch.exp2(powers.double())
 
 
-def fp4(g: torch.Generator, n: int, k: int, scales: tuple[int, int]) -> QuantizedWeight:
+def fp4(
+    g: torch.Generator, n: int, k: int, scales: tuple[int, int], block: int = 128
+) -> QuantizedWeight:
     scale = codes(g, n, -(-k // 32), low=scales[0], high=scales[1])
-    return QuantizedWeight(codes(g, n, k // 2), scale, "fp4")
+    return QuantizedWeight(codes(g, n, k // 2), scale, "fp4", block)
 
 
 def fp8(
-    g: torch.Generator, n: int, k: int, scales: tuple[int, int], nan: bool = False
+    g: torch.Generator,
+    n: int,
+    k: int,
+    scales: tuple[int, int],
+    nan: bool = False,
+    block: int = 128,
 ) -> QuantizedWeight:
     elements = codes(g, n, k)
     if not nan:
         elements[elements & 0x7F == 0x7F] = 0x80
-    scale = codes(g, -(-n // 128), -(-k // 128), low=scales[0], high=scales[1])
-    return QuantizedWeight(elements, scale, "fp8")
+    scale = codes(g, -(-n // block), -(-k // block), low=scales[0], high=scales[1])
+    return QuantizedWeight(elements, scale, "fp8", block)

@@ -226,6 +226,15 @@ def test_byte_order_mark_is_read_and_utf_16_is_named(tmp_path: Path) -> None:
         assert str(e.value) == f"{path}: is UTF-16 text, expected UTF-8: save it as UTF-8"
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+def test_utf_16_without_a_byte_order_mark_and_utf_32(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text((GOLDEN_MINI / "ckpt/config.json").read_text(), encoding=encoding)
+    found = encoding[:6].upper()
+    with pytest.raises(ConfigError, match=f"is {found} text, expected UTF-8: save it as UTF-8$"):
+        ModelConfig.from_file(path)
+
+
 def test_absent_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: there is no such file"):
         ModelConfig.from_file(tmp_path)

@@ -16,8 +16,11 @@ from v4tool.config import ModelConfig
 from v4tool.diff.arithmetic import RELEASE
 from v4tool.diff.candidate import open_candidate
 from v4tool.diff.compare import diff_candidate
-from v4tool.diff.layout import Sizes, apply_steps, parse_step
+from v4tool.diff.layout import apply_steps
+from v4tool.diff.maps import shipped_maps
 from v4tool.diff.readers import open_tensors
+from v4tool.diff.steps import Sizes, parse_step
+from v4tool.names import Step
 
 LEN3 = GOLDEN_MINI / "len3.safetensors"
 CKPT = GOLDEN_MINI / "ckpt"
@@ -132,21 +135,68 @@ STEPS = [
 @pytest.mark.parametrize(("text", "shape", "expected"), STEPS, ids=lambda x: str(x)[:16])
 def test_a_step_does_what_its_words_say(text, shape, expected, config: ModelConfig) -> None:
     value = torch.arange(float(np.prod(shape))).reshape(shape)
-    found = apply_steps(value, [parse_step(text)], Sizes.of(config, 3), "rule")
+    found = apply_steps(value, [parse_step(text)], Sizes.of(config, Step("", 3, 0)), "rule")
     assert torch.equal(found, expected(value))
 
 
 def test_reshape_takes_letters_of_the_model(config: ModelConfig) -> None:
     value = torch.arange(float(3 * config.n_heads * config.head_dim))
-    found = apply_steps(value, [parse_step("reshape 1,s,H,HD")], Sizes.of(config, 3), "rule")
+    found = apply_steps(
+        value, [parse_step("reshape 1,s,H,HD")], Sizes.of(config, Step("", 3, 0)), "rule"
+    )
     assert found.shape == (1, 3, config.n_heads, config.head_dim)
 
 
 def test_an_offset_leaves_minus_one_as_it_is(config: ModelConfig) -> None:
     found = apply_steps(
-        torch.tensor([[-1, 0, 5]]), [parse_step("offset s")], Sizes.of(config, 3), "rule"
+        torch.tensor([[-1, 0, 5]]),
+        [parse_step("offset s")],
+        Sizes.of(config, Step("", 3, 0)),
+        "rule",
     )
     assert found.tolist() == [[-1, 3, 8]]
+
+
+OTHERS = {
+    "mask": torch.tensor([[0.0, -torch.inf, -torch.inf], [0.0, 0.0, -torch.inf]]),
+    "scores": torch.tensor([[1.0, -torch.inf, 3.0], [-torch.inf, 2.0, 0.5]]),
+    "experts": torch.tensor([[0, 2], [1, 0]]),
+}
+OTHER_STEPS = [
+    ("append 1 mask", [[7.0, 8.0], [9.0, 6.0]], [[7, 8, 0, -torch.inf, -torch.inf],
+                                                [9, 6, 0, 0, -torch.inf]]),
+    ("append 1 mask 0:1", [[7.0, 8.0], [9.0, 6.0]], [[7, 8, 0], [9, 6, 0]]),
+    ("prepend 1 mask 0:1", [[7.0, 8.0], [9.0, 6.0]], [[0, 7, 8], [0, 9, 6]]),
+    ("after 1 mask", [[1, 2, 3, 4], [5, 6, 7, 8]], [[4], [8]]),
+    ("unmasked scores", [[2, 1, 0], [1, 2, -1]], [[2, -1, 0], [1, 2, -1]]),
+    ("rows experts", [[[1], [2]], [[3], [4]]], [[1], [4]]),
+    ("sorted 3", [[5, -1, 2, -1], [-1, 4, 3, 1]], [[2, 5, -1], [1, 3, 4]]),
+    ("indices 2", OTHERS["mask"].tolist(), [[0, -1], [0, 1]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "value", "expected"), OTHER_STEPS, ids=lambda x: str(x)[:16])
+def test_a_step_takes_what_it_needs_from_other_tensors(
+    text: str, value: list, expected: list, config: ModelConfig
+) -> None:
+    sizes = Sizes.of(config, Step("", 3, 0), expert=0)
+    found = apply_steps(torch.tensor(value), [parse_step(text)], sizes, "rule", OTHERS.__getitem__)
+    assert found.tolist() == expected
+
+
+LETTERS = [
+    (Step("", 3, 0), 4, {"s": 3, "t": 0, "k": 0, "w": 3, "n": 3, "o": 3}),
+    (Step("", 9, 0), 4, {"s": 9, "t": 2, "k": 2, "w": 9, "n": 11, "o": 9}),
+    (Step("", 9, 0), 0, {"s": 9, "t": 0, "k": 0, "w": 9, "n": 9, "o": 9}),
+    (Step("decode.1.", 1, 11), 4, {"s": 1, "t": 1, "k": 3, "w": 128, "n": 131, "o": 128}),
+]
+
+
+@pytest.mark.parametrize(("step", "ratio", "expected"), LETTERS)
+def test_letters_are_sizes_of_the_pass_and_the_layer(step, ratio, expected, config) -> None:
+    sizes = Sizes.of(config, step, ratio)
+    assert {letter: sizes.value(letter) for letter in expected} == expected
+    assert sizes.value("s+t-2*w") == expected["s"] + expected["t"] - 2 * expected["w"]
 
 
 BAD_MAPS = {
@@ -217,6 +267,36 @@ def test_nan_in_the_candidate_names_the_first_operator_that_made_one(
     changed[0, 0, 0] = float("nan")
     path = tmp_path / "mine.safetensors"
     save_file({**recorded, "layers.0.ffn_norm.out": changed}, path, metadata())
-    ran = cli("diff", path, "--ckpt", CKPT, "--threads", 1, "-q")
+    ran = cli("diff", path, "--ckpt", CKPT, "-q")
     assert ran.status == 1
     assert "first operator at fault: layers.0.ffn_norm.out: holds NaN or infinity" in ran.out
+
+
+def test_list_maps_shows_every_shipped_map_and_its_rules(cli: Cli) -> None:
+    shown = cli("list", "maps").out.splitlines()[1:]
+    assert [line.split()[0] for line in shown] == list(shipped_maps())
+    found = json.loads(cli("list", "maps", "llama.cpp", "--json").out)
+    assert found["decode"] == "pass{i+1}/"
+    assert found["rules"][0] == {
+        "name": "inp_tokens", "key": "input_ids", "steps": ["reshape 1,-1"], "ratios": None,
+        "passes": None,
+    }  # fmt: skip
+    assert "lid_top_k-{n}" in cli("list", "maps", "llama.cpp").out
+
+
+def test_the_rules_of_a_map_of_ones_own_are_listed_with_their_limits(
+    cli: Cli, tmp_path: Path
+) -> None:
+    rule = '{ name = "x.{n}", key = "layers.{n}.out", ratios = [0, 4], passes = "decode" }'
+    path = tmp_path / "mine.toml"
+    path.write_text(f'summary = "mine"\nrules = [{rule}]\n')
+    line = cli("list", "maps", path).out.splitlines()[1]
+    assert line.split() == ["x.{n}", "layers.{n}.out", "ratio", "0/4,", "decode"]
+
+
+def test_rows_of_experts_need_a_table(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    rule = '{ name = "x.{n}", key = "layers.{n}.ffn.experts.{e}.out" }'
+    path.write_text(f'summary = "mine"\nrules = [{rule}]\n')
+    message = one_line(cli("list", "maps", path))
+    assert "{e} in the key: expected it in the name or a step rows, found neither" in message

@@ -23,7 +23,8 @@ from v4tool.checkpoint.inspection import compare
 from v4tool.checkpoint.layout import layout
 from v4tool.checkpoint.tensor_index import INDEX, catalogue
 from v4tool.config import ModelConfig
-from v4tool.diff.maps import load_map, match
+from v4tool.diff.maps import load_map
+from v4tool.diff.matching import match
 from v4tool.diff.readers import ForeignTensors
 from v4tool.errors import V4ToolError
 from v4tool.profiles import encode, toml_files

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -100,6 +101,26 @@ def test_a_quantised_product_is_the_correctly_rounded_sum_of_its_exact_products(
     assert same_bits(q_linear(x, w, READABLE), expected)
 
 
+@pytest.mark.parametrize("backend", ["readable", *FAST])
+@pytest.mark.parametrize("kind", ["fp4", "fp8"])
+def test_blocks_of_32_quantise_x_and_the_weight_in_32(backend: str, kind: str) -> None:
+    """Small values survive in the one group of 32 that has no large value beside them.
+
+    The weight is 0 where x is large and 1 elsewhere; in blocks of 128 all small values are lost.
+    """
+    x = torch.full((1, 128), 2.0**-20).bfloat16()
+    x[0, [0, 64, 96]] = 1024.0
+    one = 0x38 if kind == "fp8" else 0x02
+    codes = torch.where(x[0] > 1, 0, one)
+    packed = codes if kind == "fp8" else codes[0::2] | codes[1::2] << 4
+    scale = torch.full((1, 4), 127).byte()
+    w = QuantizedWeight(packed.byte().unsqueeze(0), scale, "fp8" if kind == "fp8" else "fp4", 32)
+    assert q_linear(x, w, numerics(backend)).item() == 32 * 2.0**-20
+    coarse = scale[:, :1] if kind == "fp8" else scale
+    w = replace(w, scale=coarse, block=128)
+    assert q_linear(x, w, numerics(backend)).item() == 0.0
+
+
 @pytest.mark.parametrize("kind", ["fp4", "fp8"])
 def test_dequantised_values_are_element_times_scale(kind: str) -> None:
     g = generator(3)
@@ -150,6 +171,20 @@ def test_without_the_kernel_numpy_is_used_and_c_is_refused() -> None:
     used, refusal = done.stdout.splitlines()
     assert used == "numpy"
     assert refusal.startswith("backend: c expected, but the C kernel is not installed")
+
+
+def test_a_kernel_of_another_version_is_not_used() -> None:
+    stale = """
+import sys, types
+sys.modules["v4tool.quant._kernel"] = types.ModuleType("_kernel")
+from v4tool.config import Numerics
+from v4tool.quant.linear import backend_in_use, extension_problem
+print(backend_in_use(Numerics()), extension_problem())
+"""
+    done = subprocess.run([sys.executable, "-c", stale], capture_output=True, text=True, check=True)
+    assert done.stdout == (
+        "numpy it was built from the source of another version; install v4tool again\n"
+    )
 
 
 def test_fp32_is_for_the_readable_way_only() -> None:

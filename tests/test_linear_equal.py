@@ -40,18 +40,20 @@ def test_every_byte_of_fp4_under_every_scale(backend: str) -> None:
     assert same_bits(q_linear(x, w, numerics(backend)), q_linear(x, w, READABLE))
 
 
-def every_fp8_code() -> QuantizedWeight:
-    """For each scale of SCALES 128 rows, of which one half holds all codes and the other no NaN."""
-    rows = torch.stack([CODES.roll(i) for i in range(128 * len(SCALES))])
+def every_fp8_code(block: int = 128) -> QuantizedWeight:
+    """For each scale of SCALES a block of rows; one half holds all codes and the other no NaN."""
+    rows = torch.stack([CODES.roll(i) for i in range(block * len(SCALES))])
     rows[::2][rows[::2] & 0x7F == 0x7F] = 0x80
-    return QuantizedWeight(rows, torch.tensor(SCALES).byte().repeat(2, 1).T.contiguous(), "fp8")
+    scale = torch.tensor(SCALES).byte().repeat(256 // block, 1).T.contiguous()
+    return QuantizedWeight(rows, scale, "fp8", block)
 
 
+@pytest.mark.parametrize("block", [128, 32])
 @pytest.mark.parametrize("backend", FAST)
-def test_every_code_of_fp8_under_scales_of_all_kinds(backend: str) -> None:
-    w, x = every_fp8_code(), spread(generator(5), 3, 256).bfloat16()
+def test_every_code_of_fp8_under_scales_of_all_kinds(backend: str, block: int) -> None:
+    w, x = every_fp8_code(block), spread(generator(5), 3, 256).bfloat16()
     expected = q_linear(x, w, READABLE)
-    assert expected.isnan().sum() == 3 * (128 * len(SCALES) / 2 + 128 / 2)
+    assert expected.isnan().sum() == 3 * (block * len(SCALES) / 2 + block / 2)
     assert same_bits(q_linear(x, w, numerics(backend)), expected)
 
 
@@ -170,15 +172,18 @@ def test_shapes(backend: str, m: int, n: int, k: int, why: str) -> None:
     g = generator(m)
     x = spread(g, m, k, binades=8).bfloat16()
     other = numerics(backend, threads=2)
-    for w in (fp4(g, n, k, (110, 140)), fp8(g, n, k, (110, 140))):
-        assert same_bits(q_linear(x, w, other), q_linear(x, w, READABLE)), (w.kind, why)
+    for block in (128, 32):
+        for w in (fp4(g, n, k, (110, 140), block), fp8(g, n, k, (110, 140), block=block)):
+            expected = q_linear(x, w, READABLE)
+            assert same_bits(q_linear(x, w, other), expected), (w.kind, block, why)
     for plain in (spread(g, n, k).bfloat16(), spread(g, n, k).float()):
         assert same_bits(linear_hi(x, plain, other), linear_hi(x, plain, READABLE)), why
     for groups in (3, 4):  # what two threads share out: rows of each group, whole groups
         x_groups = torch.stack([x, x.flip(0), -x, x][:groups], dim=1)
-        w = fp8(g, groups * n, k, (110, 140))
-        expected = grouped_linear(x_groups, w, READABLE)
-        assert same_bits(grouped_linear(x_groups, w, other), expected), why
+        for block in (128, 32):
+            w = fp8(g, groups * n, k, (110, 140), block=block)
+            expected = grouped_linear(x_groups, w, READABLE)
+            assert same_bits(grouped_linear(x_groups, w, other), expected), (block, why)
 
 
 @st.composite
@@ -212,8 +217,11 @@ def test_any_quantised_product(
     four, eight = fp4(g, n, k, scales), fp8(g, n, k, scales, nan)
     groups = x.unsqueeze(1).expand(m, 2, k)
     wo_a = fp8(g, 2 * n, k, scales, nan)
+    finer = fp4(g, n, k, scales, 32), fp8(g, n, k, scales, nan, 32)
     for backend in THERE:
         other = numerics(backend, threads)
+        for w in finer:
+            assert same_bits(q_linear(x, w, other), q_linear(x, w, READABLE)), (backend, w.kind)
         assert same_bits(q_linear(x, four, other), q_linear(x, four, READABLE)), backend
         assert same_bits(q_linear(x, eight, other), q_linear(x, eight, READABLE)), backend
         expected = grouped_linear(groups, wo_a, READABLE)

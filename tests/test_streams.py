@@ -52,6 +52,8 @@ COMMANDS = {
     "list layers": ["list", "layers"],
     "list tensors": ["list", "tensors", "--ckpt", CKPT],
     "list nodes": ["list", "nodes"],
+    "list maps": ["list", "maps"],
+    "list maps llama.cpp": ["list", "maps", "llama.cpp"],
     "synth": ["synth", "--like", "flash", "--dry-run"],
     "check": ["check", "--dump", LEN3, "--ckpt", CKPT, "--quiet"],
     "check --explain": ["check", "--explain"],

@@ -98,6 +98,26 @@ def test_payload_hash_is_of_the_bytes_after_the_header(tmp_path: Path) -> None:
     assert Recording.open(path).metadata == {"case": "test", "payload_sha256": digest}
 
 
+def test_a_header_longer_than_the_space_reserved_moves_the_payload(tmp_path: Path) -> None:
+    """More tensors than were announced, a long metadata value, and a payload of several pieces."""
+    values = {f"{'long ' * 30}{number}": torch.tensor([float(number)] * 2) for number in range(500)}
+    values["several pieces"] = torch.arange(3 * BUFFER_BYTES // 4 + 2, dtype=torch.float32)
+    path = tmp_path / "a.safetensors"
+    with RecordingWriter(path, 1, {}) as writer:
+        for name, value in values.items():
+            writer.put(name, value)
+        writer.metadata["ids"] = "7" * 100_000
+        digest = writer.close()
+    found = load_file(path)
+    assert found.keys() == values.keys()
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+    data = path.read_bytes()
+    header = int.from_bytes(data[:8], "little")
+    assert (8 + header) % 4096 == 0
+    assert hashlib.sha256(data[8 + header :]).hexdigest() == digest
+    assert Recording.open(path).metadata["ids"] == "7" * 100_000
+
+
 def test_tensors_are_aligned_to_their_elements(tmp_path: Path) -> None:
     """An I64 tensor at an offset that is no multiple of 8 cannot be viewed in place."""
     path = tmp_path / "a.safetensors"

@@ -5,11 +5,10 @@ result names the format and what to do. Left out: whether other files are well f
 parsers).
 """
 
+import json
+
 PEEK = 4096
 """Number of bytes at the start of a file that the functions here need."""
-
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-"""Byte order marks of UTF-16, little and big endian."""
 
 _AGAIN = "download the file again"
 _SHARDS = "v4tool reads the release's safetensors shards"
@@ -53,10 +52,11 @@ def json_text(data: bytes) -> str:
 
     Raises UnicodeDecodeError, or ValueError that names a recognised other format.
     """
-    if data[:2] in _UTF16_MARKS:
-        raise ValueError("is UTF-16 text, expected UTF-8: save it as UTF-8")
     if other := other_kind(data[:PEEK]):
         raise ValueError(f"is {other}")
+    encoding = json.detect_encoding(data)
+    if not encoding.startswith("utf-8"):
+        raise ValueError(f"is {encoding[:6].upper()} text, expected UTF-8: save it as UTF-8")
     return data.decode("utf-8-sig")
 
 

@@ -10,7 +10,6 @@ from v4tool.commands.options import (
     JsonOption,
     ProfileOption,
     QuietOption,
-    ThreadsOption,
     open_checkpoint,
     print_json,
     resolve_profile,
@@ -39,7 +38,6 @@ def diff(
     ] = None,
     ckpt: CkptOption = None,
     profile: ProfileOption = None,
-    threads: ThreadsOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -50,7 +48,7 @@ def diff(
 
     if case and input_ids:
         raise InputError("--case and --input-ids: expected one of them, found both")
-    resolved = resolve_profile(profile, ckpt=ckpt, threads=threads)
+    resolved = resolve_profile(profile, ckpt=ckpt)
     with open_checkpoint(resolved, quiet=quiet) as checkpoint:
         vocab = checkpoint.config.vocab_size
         ids = profiles.parse_ids(input_ids, vocab) if input_ids else None
@@ -58,9 +56,7 @@ def diff(
             ids = resolved.case(case).input_ids
         steps = profiles.parse_ids(decode_ids, vocab, where="--decode-ids") if decode_ids else ()
         found = open_candidate(candidate, map_name, checkpoint.config, ids, steps)
-        result = diff_candidate(
-            found, checkpoint, name=str(candidate), map_name=map_name, threads=resolved.threads
-        )
+        result = diff_candidate(found, checkpoint, name=str(candidate), map_name=map_name)
     show(result, as_json)
     if not result.ok:
         raise typer.Exit(1)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from v4tool.config import ModelConfig
+from v4tool.diff.forms import Function, InPlace, Namespace, half_attention, weight_after_down
 
-Namespace = Mapping[str, Any]
 Replacements = dict[str, Any]
 
 
@@ -24,13 +24,15 @@ Replacements = dict[str, Any]
 class Option:
     """One value of an axis.
 
-    name: in the field's words; replace: the helpers that differ, from the file's own ones; steps:
-    whether results fall on steps as coarse as BF16's, so that a last bit can become a whole step.
+    name: in the field's words; replace: the helpers that differ, from the file's own ones; wrap:
+    the node's function in another form, from the function and the file's names; steps: whether
+    results fall on steps as coarse as BF16's, so that a last bit can become a whole step.
     """
 
     name: str
     replace: Callable[[Namespace], Replacements]
     steps: bool = False
+    wrap: Callable[[Function, Namespace], Function] | None = None
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,32 @@ AXES = (
         frozenset({"compressor_rows", "index_weights", "gate_scores", "output_groups", "head"}),
         (Option("as given", _not_at_all), Option("BF16", _bf16_inputs)),
     ),
+    Axis(
+        "attention",
+        "sparse_attn",
+        frozenset({"sparse_attn"}),
+        (
+            Option("as given", _not_at_all),
+            Option("FP16 cache", _not_at_all, wrap=half_attention(0, sums=False)),
+            Option("FP16 cache and sums", _not_at_all, steps=True, wrap=half_attention(0)),
+            Option("FP16 cache, sums, weights", _not_at_all, steps=True, wrap=half_attention(1)),
+            Option(
+                "FP16 cache, sums, weights in vectors of 128",
+                _not_at_all,
+                steps=True,
+                wrap=half_attention(128),
+            ),
+        ),
+    ),
+    Axis(
+        "gate weight",
+        "expert_down",
+        frozenset({"expert_down"}),
+        (
+            Option("before w2", _not_at_all),
+            Option("after w2", _not_at_all, wrap=weight_after_down),
+        ),
+    ),
 )
 
 PRESETS: dict[str, dict[str, str]] = {
@@ -261,6 +289,14 @@ def replacements(namespace: Namespace, options: Iterable[Option]) -> Replacement
     for option in options:
         found |= option.replace(namespace)
     return found
+
+
+def in_form(function: Function, namespace: Namespace, options: Iterable[Option]) -> Function:
+    """A node's function in the form of these options."""
+    for option in options:
+        if option.wrap is not None:
+            function = InPlace(function, option.wrap(function, namespace))
+    return function
 
 
 def bound(options: Iterable[Iterable[Option]], terms: int) -> float:

@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 
 from v4tool.config import ModelConfig
-from v4tool.diff.layout import Sizes
-from v4tool.diff.maps import Candidate, load_map, match
+from v4tool.diff.maps import load_map
+from v4tool.diff.matching import Candidate, match
 from v4tool.diff.readers import open_tensors
 from v4tool.errors import InputError
+from v4tool.names import recording_keys
 from v4tool.profiles import validate_ids
+from v4tool.verify.tensors import decode_steps
 
 
 def open_candidate(
@@ -42,9 +44,14 @@ def open_candidate(
         )
     validate_ids(chosen, config.vocab_size, where=f"{path}: input_ids")
     candidate.given["input_ids"] = torch.tensor([chosen])
-    candidate.sizes = Sizes.of(config, len(chosen))
+    candidate.has_tokens(len(chosen))
     for step, token in enumerate(decode_ids or _metadata_ids(candidate, "decode_ids") or ()):
         candidate.given.setdefault(f"decode.{step}.input_ids", torch.tensor([[token]]))
+    specs = recording_keys(config, len(chosen), decode_steps(candidate.specs))
+    for key, spec in specs.items():
+        shape = tuple(size for size in spec.shape if size is not None)
+        if len(shape) == len(spec.shape):
+            candidate.shapes[key] = shape
     return candidate
 
 

@@ -1,9 +1,9 @@
 """Compares a candidate, operator by operator: arithmetic, residues, verdict."""
 
 from v4tool.checkpoint.shards import Checkpoint
-from v4tool.diff.judge import DiffJob, run
-from v4tool.diff.maps import Candidate
+from v4tool.diff.matching import Candidate
 from v4tool.diff.results import DiffResult
+from v4tool.diff.running import DiffJob, run
 from v4tool.diff.search import find_arithmetic
 from v4tool.diff.verdict import find_verdict, judged, operator_rows
 from v4tool.verify.tensors import decode_steps
@@ -15,14 +15,13 @@ def diff_candidate(
     *,
     name: str = "",
     map_name: str = "",
-    threads: int = 1,
 ) -> DiffResult:
     """Judge a candidate's tensors, under our keys, against the operators of `model.vt`.
 
     candidate: float or integer tensors by key; shapes may differ from ours where the number of
     elements is the same. Raises VtError where `model.vt` cannot be loaded.
     """
-    job = DiffJob(candidate, checkpoint, threads)
+    job = DiffJob(candidate, checkpoint)
     preset, arithmetic = find_arithmetic(job)
     final = run(job, arithmetic, trace=True)
     residues = judged(final.residues)

@@ -1,22 +1,18 @@
 """Maps from another engine's tensor names to keys: which tensor is which, and in what layout.
 
 A map is a TOML file of rules; each has a pattern of names, a template of keys and the steps that
-turn the tensor into the key's layout. Shipped maps lie in `engine_maps`. Left out: reading the
-tensors (`readers`) and judging them (`judge`).
+turn the tensor into the key's layout. Shipped maps lie in `engine_maps`. Left out: applying a map
+to tensors (`matching`).
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
-from torch import Tensor
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
-from v4tool.config import ModelConfig
-from v4tool.diff.layout import Sizes, apply_steps, parse_step
-from v4tool.diff.readers import ForeignTensors
+from v4tool.diff.steps import parse_step
 from v4tool.errors import InputError
 from v4tool.profiles import toml_files
 from v4tool.untrusted import kind_of
@@ -46,9 +42,11 @@ def _decode_pattern(text: str) -> str:
 
 
 class MapRule(BaseModel):
-    """One rule. name: pattern with `{n}` for a layer, `{i}` for a number of a pass; key: ours.
+    """One rule. name: pattern with `{n}` for a layer and `{e}` for an expert; key: ours.
 
-    ratios: layers with these compression ratios only. steps: see `layout`.
+    A key with `{n}` whose name has none is of every layer; one with `{e}` of every expert whose
+    rows the step `rows` takes. steps: see `layout`. ratios: layers with these compression ratios
+    only. passes: "prefill" or "decode" where the layout is that of one of them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,6 +55,16 @@ class MapRule(BaseModel):
     key: str
     steps: Annotated[tuple[str, ...], AfterValidator(_steps)] = ()
     ratios: tuple[int, ...] | None = None
+    passes: Literal["prefill", "decode"] | None = None
+
+    @model_validator(mode="after")
+    def _experts_have_rows(self) -> "MapRule":
+        rows = any(parse_step(text).verb == "rows" for text in self.steps)
+        if "{e}" in self.key and "{e}" not in self.name and not rows:
+            raise ValueError(
+                "{e} in the key: expected it in the name or a step rows, found neither"
+            )
+        return self
 
 
 class TensorMap(BaseModel):
@@ -84,102 +92,6 @@ def load_map(name: str) -> TensorMap:
     return toml_files.read(path, str(path), TensorMap)
 
 
-@dataclass
-class Candidate:
-    """A candidate's tensors under our keys, each read and laid out when it is asked for.
-
-    matched: key -> (name, rule); unmatched: names without a rule.
-    """
-
-    tensors: ForeignTensors
-    sizes: Sizes
-    matched: dict[str, tuple[str, MapRule]] = field(default_factory=dict)
-    unmatched: list[str] = field(default_factory=list)
-    given: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """What the files say of themselves."""
-        return self.tensors.metadata
-
-    @property
-    def specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Key -> (dtype, shape as captured)."""
-        found = {key: ("", tuple(value.shape)) for key, value in self.given.items()}
-        for key, (name, _) in self.matched.items():
-            found.setdefault(key, ("", self.tensors.tensors[name].shape))
-        return found
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.given or key in self.matched
-
-    def read(self, key: str) -> Tensor:
-        """The key's value in our layout. KeyError where there is none; InputError for a step that
-        does not fit, with the rule."""
-        if key in self.given:
-            return self.given[key].clone()
-        name, rule = self.matched[key]
-        value = self.tensors.tensors[name].load()
-        steps = [parse_step(text) for text in rule.steps]
-        return apply_steps(value, steps, self._sizes_of(key), f"rule {rule.name} for {name}")
-
-    def _sizes_of(self, key: str) -> Sizes:
-        return self.sizes.of_one_token() if key.startswith("decode.") else self.sizes
-
-
-def match(tensors: ForeignTensors, rules: TensorMap, config: ModelConfig) -> Candidate:
-    """Bind names to keys. InputError where no name matches any rule."""
-    compiled = [(pattern(rule.name), rule) for rule in rules.rules]
-    decode = pattern(rules.decode) if rules.decode else None
-    candidate = Candidate(tensors, Sizes.of(config, tokens=1))
-    for name in tensors.tensors:
-        prefix, inner = _pass_of(name, decode, rules.decode)
-        if not _bind(candidate, compiled, config, name, inner, prefix):
-            candidate.unmatched.append(name)
-    if not candidate.matched:
-        raise InputError(
-            f"{tensors.path}: expected names of the map, found none that matches, for instance "
-            f"{next(iter(tensors.tensors))}"
-        )
-    return candidate
-
-
-def _bind(
-    candidate: Candidate,
-    rules: list[tuple[re.Pattern[str], MapRule]],
-    config: ModelConfig,
-    name: str,
-    inner: str,
-    prefix: str,
-) -> bool:
-    """Give a name every key that a rule has for it."""
-    found = False
-    for compiled, rule in rules:
-        hit = compiled.fullmatch(inner)
-        if hit is None or not _right_layer(rule, hit.groupdict(), config):
-            continue
-        found = True
-        key = filled(rule.key, hit.groupdict())
-        if key is not None and candidate.tensors.tensors[name].shape.count(0) == 0:
-            candidate.matched.setdefault(prefix + key, (name, rule))
-    return found
-
-
-def _right_layer(rule: MapRule, fields: Mapping[str, str], config: ModelConfig) -> bool:
-    if rule.ratios is None or "n" not in fields:
-        return True
-    return int(fields["n"]) < config.n_layers and config.ratio(int(fields["n"])) in rule.ratios
-
-
-def _pass_of(name: str, decode: re.Pattern[str] | None, text: str | None) -> tuple[str, str]:
-    """The pass prefix of our keys, and the name without the engine's own."""
-    hit = decode.match(name) if decode is not None else None
-    if hit is None:
-        return "", name
-    number = int(hit["i"]) - ("{i+1}" in (text or ""))
-    return (f"decode.{number}." if number >= 0 else ""), name[hit.end() :]
-
-
 def pattern(text: str) -> re.Pattern[str]:
     """The regular expression of a pattern with `{n}`, `{i}`, `{i+1}`, or `{key}` for any name."""
     escaped = re.escape(text)
@@ -190,12 +102,11 @@ def pattern(text: str) -> re.Pattern[str]:
 
 def filled(template: str, fields: Mapping[str, str]) -> str | None:
     """A key's template with its fields filled in; None where `{n-1}` is before the first layer."""
-    values: dict[str, Any] = dict(fields)
-    key = template.replace("{key}", values.get("key", ""))
-    for name in ("n", "i"):
-        if name in values:
-            before = int(values[name]) - 1
+    key = template.replace("{key}", fields.get("key", ""))
+    for name in ("n", "i", "e"):
+        if name in fields:
+            before = int(fields[name]) - 1
             if f"{{{name}-1}}" in key and before < 0:
                 return None
-            key = key.replace(f"{{{name}-1}}", str(before)).replace(f"{{{name}}}", values[name])
+            key = key.replace(f"{{{name}-1}}", str(before)).replace(f"{{{name}}}", fields[name])
     return key

@@ -29,10 +29,14 @@ BIN_DTYPES = {"f32": "<f4", "f16": "<f2", "f64": "<f8", "i32": "<i4", "i64": "<i
 
 @dataclass(frozen=True)
 class ForeignTensor:
-    """One tensor of a candidate: its shape, and how its value is read."""
+    """One tensor of a candidate: its shape, and how its value is read.
+
+    alias_of: the name under which the same tensor is listed first.
+    """
 
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
+    alias_of: str | None = None
 
 
 @dataclass
@@ -43,11 +47,17 @@ class ForeignTensors:
     tensors: dict[str, ForeignTensor] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, shape: tuple[int, ...], load: Callable[[], Tensor]) -> None:
+    def add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        load: Callable[[], Tensor],
+        alias_of: str | None = None,
+    ) -> None:
         """Enter a tensor; RecordingError where the name is there already."""
         if name in self.tensors:
             raise RecordingError(f"{self.path}: expected each name once, found {name} twice")
-        self.tensors[name] = ForeignTensor(shape, load)
+        self.tensors[name] = ForeignTensor(shape, load, alias_of)
 
 
 def open_tensors(path: Path) -> ForeignTensors:
@@ -189,13 +199,18 @@ def _enter(entry: dict[str, Any], index: Path, found: ForeignTensors) -> None:
         return _from_numpy(array.reshape(shape), bf16=entry["dtype"] == "bf16")
 
     prefix = f"pass{entry['pass']}/" if entry.get("pass") else ""
-    occurrence = f"#{entry['occ']}" if entry.get("occ") else ""
-    names = [f"{prefix}{entry['name']}{occurrence}"]
-    if entry.get("src") and str(entry["src"][0]).endswith(".weight"):
-        names.append(f"{prefix}{entry['op']}({entry['src'][0]})")
-    for name in names:
+    first = f"{prefix}{entry['name']}"
+    name, number = first, int(entry.get("occ", 0))
+    while number or name in found.tensors:
+        name = f"{first}#{max(number, 1)}"
         if name not in found.tensors:
-            found.add(name, shape, load)
+            break
+        number = max(number, 1) + 1
+    found.add(name, shape, load)
+    if entry.get("src") and str(entry["src"][0]).endswith(".weight"):
+        alias = f"{prefix}{entry['op']}({entry['src'][0]})"
+        if alias not in found.tensors:
+            found.add(alias, shape, load, alias_of=name)
 
 
 def _from_numpy(array: np.ndarray[Any, Any], *, bf16: bool = False) -> Tensor:

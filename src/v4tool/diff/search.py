@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from statistics import median
 
 from v4tool.diff.arithmetic import PRESETS, Arithmetic, Axis, Option, axes_of
-from v4tool.diff.judge import DiffJob, Run, run
+from v4tool.diff.judge import Run
 from v4tool.diff.results import Residue
+from v4tool.diff.running import DiffJob, run
 
 BETTER = 2.0
 """An option must lower the median residue by this factor to replace what is simpler."""
@@ -22,10 +23,11 @@ EXACT = 1e-9
 
 def find_arithmetic(job: DiffJob) -> tuple[str, Arithmetic]:
     """The preset that fits best, and the arithmetic refined from it."""
-    runs = {name: run(job, Arithmetic(options, {})) for name, options in PRESETS.items()}
+    part = job.sample()
+    runs = {name: run(job, Arithmetic(options, {}), part) for name, options in PRESETS.items()}
     name = min(runs, key=lambda name: _score(runs[name].residues))
     arithmetic = Arithmetic(PRESETS[name], {})
-    arithmetic = _fit_direct(arithmetic, run(job, arithmetic, explore=True))
+    arithmetic = _fit_direct(arithmetic, run(job, arithmetic, part, explore=True))
     return name, _fit_spans(job, arithmetic)
 
 
@@ -74,14 +76,15 @@ def _distance(options: tuple[Option, ...], current: tuple[Option, ...]) -> int:
 
 def _fit_spans(job: DiffJob, arithmetic: Arithmetic) -> Arithmetic:
     """Options of operators that are not recorded, one at a time, by the keys behind them."""
-    base = run(job, arithmetic, trace=True)
+    part = job.sample()
+    base = run(job, arithmetic, part, trace=True)
     for operator, axis in _unexplained(base, arithmetic):
         before = medians_of(base.residues)
         for option in axis.options:
             if option is arithmetic.option(operator, axis):
                 continue
             tried = arithmetic.with_option(operator, axis, option)
-            found = run(job, tried, trace=True)
+            found = run(job, tried, part, trace=True)
             if _improves(before, medians_of(found.residues), base, operator):
                 arithmetic, base, before = tried, found, medians_of(found.residues)
     return arithmetic

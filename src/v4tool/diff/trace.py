@@ -23,6 +23,10 @@ class Sources:
     operators: frozenset[str] = frozenset()
 
     def __or__(self, other: "Sources") -> "Sources":
+        if other is self or other is NOTHING:
+            return self
+        if self is NOTHING:
+            return other
         return Sources(self.keys | other.keys, self.operators | other.operators)
 
 
@@ -37,7 +41,8 @@ def sources_of(value: Any) -> Sources:
     together = NOTHING
     if isinstance(value, tuple | list):
         for element in value:
-            together |= sources_of(element)
+            if isinstance(element, Tensor | tuple | list):
+                together |= sources_of(element)
     return together
 
 
@@ -67,7 +72,8 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         """Call the function and pass the sources on."""
         result = func(*args, **(kwargs or {}))
-        sources = sources_of(args) | sources_of(tuple((kwargs or {}).values()))
-        if sources is not NOTHING and (sources.keys or sources.operators):
-            set_sources(result, sources | sources_of(result))
+        if isinstance(result, Tensor | tuple | list):
+            sources = sources_of((*args, *kwargs.values()) if kwargs else args)
+            if sources is not NOTHING:
+                set_sources(result, sources | sources_of(result))
         return result

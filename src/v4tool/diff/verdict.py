@@ -3,7 +3,7 @@
 An operator is at fault where its residue, under the candidate's own arithmetic, exceeds what a
 right result may show (`arithmetic.bound`), or is an outlier among the candidate's residues. The
 first such key in execution order is named; if values before it were not recorded, the fault is in
-the span between the recorded keys. Left out: computing residues (`judge`).
+the span between the recorded keys. Left out: running operators (`running`) and residues (`judge`).
 """
 
 import math
@@ -13,10 +13,9 @@ from statistics import median
 
 from v4tool.diff.arithmetic import Arithmetic
 from v4tool.diff.faults import FAULTS, Fault
-from v4tool.diff.judge import DiffJob, run
 from v4tool.diff.results import DiffVerdict, NamedFault, OperatorRow, Residue
+from v4tool.diff.running import DiffJob, run
 from v4tool.diff.search import medians_of
-from v4tool.names import layer_of
 
 OUTLIER = 32.0
 """A residue this many times the typical one is an outlier: on sound ports in FP32 the largest of
@@ -62,9 +61,7 @@ def find_verdict(
 
 def _tried(job: DiffJob, arithmetic: Arithmetic, fault: Fault, at: Residue) -> NamedFault | None:
     """The fault, if the candidate's value is what the operator gives with it."""
-    layer = layer_of(at.key)
-    prefill = layer is not None and at.order[0] == 0
-    found = run(job, arithmetic, fault=fault, last_layer=layer if prefill else None)
+    found = run(job, arithmetic, job.at(at.key), fault=fault)
     error = next((r.error for r in found.residues if r.key == at.key), math.inf)
     if not error <= at.bound or error * NAMED > at.error:
         return None

@@ -174,7 +174,8 @@ class Scope:
             buffer = self.buffers.take("codes", (stop - start) * row_bytes, torch.uint8)
             return self.weights.read_rows(codes, start, stop, buffer)
 
-        return StoredWeight((size // row_bytes, width), scale, "fp4" if fp4 else "fp8", read)
+        block, shape = self.config.fp8_block[0], (size // row_bytes, width)
+        return StoredWeight(shape, scale, "fp4" if fp4 else "fp8", read, block)
 
     def tap_for(self, segment: Segment, name: str, value: Tensor) -> None:
         """Pass one segment's value to its tap without changes (`tap` adds a batch dimension)."""

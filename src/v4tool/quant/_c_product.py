@@ -46,7 +46,8 @@ class _X:
 
 @dataclass(frozen=True)
 class _W:
-    """A weight for the kernel. scale: codes, if quantised; table: of values, if FP8.
+    """A weight for the kernel. scale: codes, if quantised; table: of values, if FP8; block: its
+    rows and columns under one scale.
 
     rows(start, stop): the codes of these rows, valid until the next call in the same thread.
     """
@@ -57,6 +58,7 @@ class _W:
     rows: Callable[[int, int], Tensor]
     scale: Tensor | None = None
     table: Tensor | None = None
+    block: int = _kernel.BLOCK
 
     @classmethod
     def of(cls, w: Weight, table: Tensor | None, x_rows: int) -> Self:
@@ -65,7 +67,7 @@ class _W:
             w = w.whole()
         kind, row_bytes = (_FP4, w.shape[1] // 2) if w.kind == "fp4" else (_FP8, w.shape[1])
         read = w.read if isinstance(w, StoredWeight) else _rows_of(w.codes)
-        return cls(kind, w.shape, row_bytes, read, w.scale.contiguous(), table)
+        return cls(kind, w.shape, row_bytes, read, w.scale.contiguous(), table, w.block)
 
 
 def _rows_of(codes: Tensor) -> Callable[[int, int], Tensor]:
@@ -79,7 +81,7 @@ def quantized(x: Tensor, w: Weight, threads: int) -> Tensor:
     weight = _W.of(w, table, x.shape[0])
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16)
     for some, result in _chunks(x, out):
-        _multiply(pack(_rows(some)), weight, range(w.shape[0]), result, threads)
+        _multiply(pack(_rows(some), w.block), weight, range(w.shape[0]), result, threads)
     return out
 
 
@@ -158,24 +160,24 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def _pack_fp8(x: Tensor) -> _X:
+def _pack_fp8(x: Tensor, group: int) -> _X:
     rows, columns = x.shape
     packed = _X(rows, _packed(rows, columns, torch.float64))
     _kernel.pack_fp8(
-        x.data_ptr(), x.stride(0), _CODE.data_ptr(), _E4M3.data_ptr(), _E8M0.data_ptr(),
+        x.data_ptr(), x.stride(0), group, _CODE.data_ptr(), _E4M3.data_ptr(), _E8M0.data_ptr(),
         rows, columns, packed.values.data_ptr(),
     )  # fmt: skip
     return packed
 
 
-def _pack_for_fp4(x: Tensor) -> _X:
+def _pack_for_fp4(x: Tensor, group: int) -> _X:
     rows, columns = x.shape
     blocks = -(-columns // _kernel.BLOCK)
-    scale = _scratch.take("x_scale", rows * blocks, torch.float64)
+    scale = _scratch.take("x_scale", rows * blocks * _kernel.GROUPS, torch.float64)
     wide = _scratch.take("wide", rows * blocks, torch.uint8)
     packed = _X(rows, _packed(rows, columns, torch.float32), scale, wide)
     _kernel.pack_fp8_for_fp4(
-        x.data_ptr(), x.stride(0), _CODE.data_ptr(), _E4M3.data_ptr(), _E8M0.data_ptr(),
+        x.data_ptr(), x.stride(0), group, _CODE.data_ptr(), _E4M3.data_ptr(), _E8M0.data_ptr(),
         rows, columns, packed.values.data_ptr(), scale.data_ptr(), wide.data_ptr(),
     )  # fmt: skip
     return packed
@@ -204,8 +206,9 @@ def _multiply(x: _X, w: _W, w_rows: range, out: Tensor, threads: int) -> None:
         codes = w.rows(start, stop)
         first_row = codes.data_ptr() - start * w.row_bytes
         _kernel.product(
-            w.kind, x.rows, *w.shape, x.values.data_ptr(), _address(x.scale), _address(x.wide),
-            first_row, _address(w.scale), _address(w.table), start, stop,
+            w.kind, w.block, x.rows, *w.shape,
+            x.values.data_ptr(), _address(x.scale), _address(x.wide), first_row,
+            _address(w.scale), _address(w.table), start, stop,
             acc.data_ptr(), out.data_ptr(), out.dtype == torch.bfloat16,
         )  # fmt: skip
 

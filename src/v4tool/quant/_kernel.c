@@ -55,17 +55,21 @@ static uint8_t quantize(const uint16_t *x, ptrdiff_t count, const uint8_t *code_
     return (uint8_t)code;
 }
 
-/* BF16 rows that lie stride values apart, quantised; e4m3 and e8m0 are the values of both codes. */
-static void pack_fp8(const uint16_t *x, ptrdiff_t stride, const uint8_t *code_of, const double *e4m3,
-                     const double *e8m0, ptrdiff_t m, ptrdiff_t k, double *out)
+/* BF16 rows that lie stride values apart, quantised in groups that divide a block; e4m3 and e8m0 are the
+ * values of both codes. */
+static void pack_fp8(const uint16_t *x, ptrdiff_t stride, ptrdiff_t group, const uint8_t *code_of,
+                     const double *e4m3, const double *e8m0, ptrdiff_t m, ptrdiff_t k, double *out)
 {
     uint8_t codes[BLOCK];
     for (ptrdiff_t block = 0; block < k; block += BLOCK)
         for (ptrdiff_t i = 0; i < m; i++, out += BLOCK) {
             ptrdiff_t count = smaller(BLOCK, k - block);
-            double scale = e8m0[quantize(x + i * stride + block, count, code_of, codes)];
-            for (ptrdiff_t j = 0; j < count; j++)
-                out[j] = e4m3[codes[j]] * scale;
+            for (ptrdiff_t at = 0; at < count; at += group) {
+                ptrdiff_t some = smaller(group, count - at);
+                double scale = e8m0[quantize(x + i * stride + block + at, some, code_of, codes)];
+                for (ptrdiff_t j = 0; j < some; j++)
+                    out[at + j] = e4m3[codes[j]] * scale;
+            }
         }
 }
 
@@ -100,22 +104,28 @@ INLINE uint8_t needs_binary64(const uint8_t *codes, ptrdiff_t count)
 }
 
 /* As pack_fp8, for FP4 weights: without the scale, and what else product_fp4 reads. */
-static void pack_fp8_for_fp4(const uint16_t *x, ptrdiff_t stride, const uint8_t *code_of,
-                             const double *e4m3, const double *e8m0, ptrdiff_t m, ptrdiff_t k,
-                             float *out, double *x_scale, uint8_t *wide)
+static void pack_fp8_for_fp4(const uint16_t *x, ptrdiff_t stride, ptrdiff_t group,
+                             const uint8_t *code_of, const double *e4m3, const double *e8m0,
+                             ptrdiff_t m, ptrdiff_t k, float *out, double *x_scale, uint8_t *wide)
 {
     uint8_t codes[BLOCK];
     for (ptrdiff_t block = 0; block < k; block += BLOCK)
-        for (ptrdiff_t i = 0; i < m; i++, out += BLOCK, x_scale++, wide++) {
+        for (ptrdiff_t i = 0; i < m; i++, out += BLOCK, x_scale += GROUPS4, wide++) {
             ptrdiff_t count = smaller(BLOCK, k - block);
-            /* half, for the values of the weight are doubled */
-            *x_scale = 0.5 * e8m0[quantize(x + i * stride + block, count, code_of, codes)];
             memset(out, 0, BLOCK * sizeof *out); /* the last group is computed in full */
-            for (ptrdiff_t j = 0; j < count; j++)
-                out[j] = (float)e4m3[codes[j]];
             *wide = 0;
-            for (ptrdiff_t j = 0; j < count; j += GROUP4)
-                *wide |= (uint8_t)(needs_binary64(codes + j, smaller(GROUP4, count - j)) << j / GROUP4);
+            for (ptrdiff_t at = 0; at < count; at += group) {
+                ptrdiff_t some = smaller(group, count - at);
+                /* half, for the values of the weight are doubled */
+                double scale = 0.5 * e8m0[quantize(x + i * stride + block + at, some, code_of, codes)];
+                for (ptrdiff_t j = 0; j < some; j++)
+                    out[at + j] = (float)e4m3[codes[j]];
+                for (ptrdiff_t j = 0; j < some; j += GROUP4) {
+                    ptrdiff_t number = (at + j) / GROUP4;
+                    x_scale[number] = scale;
+                    *wide |= (uint8_t)(needs_binary64(codes + j, smaller(GROUP4, some - j)) << number);
+                }
+            }
         }
 }
 
@@ -129,8 +139,8 @@ static PyObject *py_product(PyObject *self, PyObject *args)
     Address x, x_scale, wide, codes, scale, table, acc, out;
     Product p = {0};
     (void)self;
-    if (!PyArg_ParseTuple(args, "innnKKKKKKnnKKp", &p.kind, &p.m, &p.n, &p.k, &x, &x_scale, &wide,
-                          &codes, &scale, &table, &p.start, &p.stop, &acc, &out, &p.out_bf16))
+    if (!PyArg_ParseTuple(args, "innnnKKKKKKnnKKp", &p.kind, &p.block, &p.m, &p.n, &p.k, &x, &x_scale,
+                          &wide, &codes, &scale, &table, &p.start, &p.stop, &acc, &out, &p.out_bf16))
         return NULL;
     p.x = AT(void, x);
     p.x_scale = AT(double, x_scale);
@@ -149,13 +159,13 @@ static PyObject *py_product(PyObject *self, PyObject *args)
 static PyObject *py_pack_fp8(PyObject *self, PyObject *args)
 {
     Address x, code_of, e4m3, e8m0, out;
-    Py_ssize_t stride, m, k;
+    Py_ssize_t stride, group, m, k;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KnKKKnnK", &x, &stride, &code_of, &e4m3, &e8m0, &m, &k, &out))
+    if (!PyArg_ParseTuple(args, "KnnKKKnnK", &x, &stride, &group, &code_of, &e4m3, &e8m0, &m, &k, &out))
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
-    pack_fp8(AT(uint16_t, x), stride, AT(uint8_t, code_of), AT(double, e4m3), AT(double, e8m0), m, k,
-             AT(double, out));
+    pack_fp8(AT(uint16_t, x), stride, group, AT(uint8_t, code_of), AT(double, e4m3), AT(double, e8m0), m,
+             k, AT(double, out));
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -163,13 +173,13 @@ static PyObject *py_pack_fp8(PyObject *self, PyObject *args)
 static PyObject *py_pack_fp8_for_fp4(PyObject *self, PyObject *args)
 {
     Address x, code_of, e4m3, e8m0, out, x_scale, wide;
-    Py_ssize_t stride, m, k;
+    Py_ssize_t stride, group, m, k;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KnKKKnnKKK", &x, &stride, &code_of, &e4m3, &e8m0, &m, &k, &out,
+    if (!PyArg_ParseTuple(args, "KnnKKKnnKKK", &x, &stride, &group, &code_of, &e4m3, &e8m0, &m, &k, &out,
                           &x_scale, &wide))
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
-    pack_fp8_for_fp4(AT(uint16_t, x), stride, AT(uint8_t, code_of), AT(double, e4m3),
+    pack_fp8_for_fp4(AT(uint16_t, x), stride, group, AT(uint8_t, code_of), AT(double, e4m3),
                      AT(double, e8m0), m, k, AT(float, out), AT(double, x_scale), AT(uint8_t, wide));
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
@@ -230,7 +240,9 @@ static struct PyModuleDef module = {
 PyMODINIT_FUNC PyInit__kernel(void)
 {
     PyObject *self = PyModule_Create(&module);
-    if (self && (PyModule_AddIntConstant(self, "BLOCK", BLOCK) < 0 ||
+    if (self && (PyModule_AddIntConstant(self, "INTERFACE", 2) < 0 || /* linear.py: KERNEL_INTERFACE */
+                 PyModule_AddIntConstant(self, "BLOCK", BLOCK) < 0 ||
+                 PyModule_AddIntConstant(self, "GROUPS", GROUPS4) < 0 ||
                  PyModule_AddIntConstant(self, "TILE", TILE4) < 0)) {
         Py_DECREF(self);
         return NULL;

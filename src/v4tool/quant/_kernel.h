@@ -7,8 +7,9 @@
 #include <stdint.h>
 
 enum {
-    BLOCK = 128, /* columns of K that x is cut into and that one scale of x covers */
-    GROUP4 = 32, /* the same for one scale of an FP4 weight */
+    BLOCK = 128, /* columns of K that x is cut into; a multiple of what one scale covers */
+    GROUP4 = 32, /* columns under one scale of an FP4 weight */
+    GROUPS4 = BLOCK / GROUP4,
     TILE = 16,   /* rows of the weight that are decoded together */
     TILE4 = 32,  /* the same for an FP4 weight */
     ALONG = 1 << 15, /* values of x that stay in the second-level cache beside the rest */
@@ -20,10 +21,11 @@ typedef struct {
     int kind;
     ptrdiff_t m, n, k;
     const void *x;         /* [blocks of k][m][BLOCK]: FP32 for FP4 weights, otherwise binary64 */
-    const double *x_scale; /* FP4: [blocks of k][m], half the scale of x */
+    ptrdiff_t block;       /* FP8: rows and columns under one scale of the weight */
+    const double *x_scale; /* FP4: [blocks of k][m][groups of a block], half the scale of x */
     const uint8_t *wide;   /* FP4: [blocks of k][m], bit i: group i of the block needs binary64 */
     const void *codes;     /* [n][k], FP4 [n][k / 2], BF16_BY_K [k][n]; of the rows start ... stop - 1 */
-    const uint8_t *scale;  /* FP4 [n][ceil(k / 32)], FP8 [ceil(n / 128)][ceil(k / 128)] */
+    const uint8_t *scale;  /* FP4 [n][ceil(k / 32)], FP8 [ceil(n / block)][ceil(k / block)] */
     const double *table;   /* FP8 [scale][code] */
     ptrdiff_t start, stop; /* the rows of the weight to do */
     double *acc;           /* room for [tiles of start ... stop][m][tile] */

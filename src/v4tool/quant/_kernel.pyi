@@ -1,10 +1,13 @@
 """Type stubs of the C extension; every argument is an address or a size (see `_kernel.c`)."""
 
+INTERFACE: int
 BLOCK: int
+GROUPS: int
 TILE: int
 
 def product(
     kind: int,
+    block: int,
     m: int,
     n: int,
     k: int,
@@ -38,11 +41,12 @@ def batched(
     /,
 ) -> None: ...
 def pack_fp8(
-    x: int, stride: int, code_of: int, e4m3: int, e8m0: int, m: int, k: int, out: int, /
+    x: int, stride: int, group: int, code_of: int, e4m3: int, e8m0: int, m: int, k: int, out: int, /
 ) -> None: ...
 def pack_fp8_for_fp4(
     x: int,
     stride: int,
+    group: int,
     code_of: int,
     e4m3: int,
     e8m0: int,

@@ -35,6 +35,7 @@ threadpool_limits(1, user_api="blas")  # parallel_for has the threads; a BLAS's 
 
 _X_ROWS = 256
 _W_ROWS = 128
+_K = 128  # elements of a group along K, but for FP4 weights
 _GROUPS = 16  # groups per call if they are summed separately: bounds memory
 _PRODUCTS, _SUMS = 2**16, 2**16  # at a time, in sums term by term
 _LIMIT = 2.0**53 * (1 - 2.0**-40)  # a little below 2^53: the bounds themselves are rounded
@@ -68,13 +69,15 @@ _Rows = Callable[[int, int], _Operand]
 def quantized(x: Tensor, w: Weight, threads: int) -> Tensor:
     """BF16 [M, K], quantised by act_quant, times w [N, K] -> BF16 [M, N]."""
     w = in_memory(w)
-    codes, scale = act_quant(x)
-    group, rows = (32, _fp4_rows(w)) if w.kind == "fp4" else (128, _fp8_rows(w, FP8_VALUES, 0.0))
+    codes, scale = act_quant(x, w.block)
+    group, rows = (32, _fp4_rows(w)) if w.kind == "fp4" else (_K, _fp8_rows(w, FP8_VALUES, 0.0))
     out = torch.empty(codes.shape[0], w.shape[0], dtype=torch.bfloat16)
     for some in _x_chunks(codes.shape[0]):
-        values = _grouped(activation(codes[some], scale[some]), group)
-        least = np.repeat(_E8M0[scale[some].numpy()] * 2.0**-9, 128 // group, axis=1)
-        operand = _x_operand(values, 4, least[:, : values.shape[1]])
+        values = _grouped(activation(codes[some], scale[some], w.block), group)
+        least = _E8M0[scale[some].numpy()] * 2.0**-9
+        if w.block > group:
+            least = np.repeat(least, w.block // group, axis=1)[:, : values.shape[1]]
+        operand = _x_operand(values, 4, _merged(least, group // w.block, np.min, np.inf))
         _multiply(operand, rows, range(w.shape[0]), out[some], threads)
     return out
 
@@ -169,18 +172,29 @@ def _fp4_rows(w: QuantizedWeight) -> _Rows:
 def _fp8_rows(w: QuantizedWeight, table: Tensor, least: float) -> _Rows:
     """Reader of an FP8 weight. table: value of each scale and code; least: as of `_unit`, or 0."""
     codes, scale, flat = w.codes.numpy(), w.scale.numpy(), table.numpy().ravel()
+    merge = _K // w.block  # scales in a group, where a group has several
     largest, unit = table[:, 0x7E].numpy()[scale], np.maximum(_E8M0[scale] * 2.0**-9, least)
+    largest, unit = _merged(largest, merge, np.max, 0.0), _merged(unit, merge, np.min, np.inf)
+    scale = np.pad(scale, ((0, 0), (0, -scale.shape[1] % merge)))
 
     def rows(start: int, stop: int) -> _Operand:
-        blocks = np.arange(start, stop) // 128
-        index = _index(codes[start:stop], scale[blocks], 128)
-        values = _buffer(stop - start, scale.shape[1], 128)
-        flat.take(index, out=values, mode="clip")
+        blocks = np.arange(start, stop) // w.block
+        index = _index(codes[start:stop], scale[blocks], w.block)
+        values = _buffer(stop - start, largest.shape[1], _K)
+        flat.take(index, out=values.reshape(index.shape), mode="clip")
         nan = ((codes[start:stop] & 0x7F) == 0x7F).any()
-        size = np.full(scale.shape[1], np.nan) if nan else largest[blocks].max(axis=0)
+        size = np.full(largest.shape[1], np.nan) if nan else largest[blocks].max(axis=0)
         return _Operand(values, size, unit[blocks].min(axis=0))
 
     return rows
+
+
+def _merged(x: F64, count: int, reduction: Callable[..., F64], fill: float) -> F64:
+    """The reduction of `count` neighbours each (0 or 1: x itself), the last ones of fewer."""
+    if count <= 1:
+        return x
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % count)), constant_values=fill)
+    return reduction(padded.reshape(len(x), -1, count), axis=2)
 
 
 def _index(codes: U8, scale: U8, group: int) -> npt.NDArray[np.int64]:

@@ -121,7 +121,7 @@ INLINE void gather(const Product *p, Tile t, const int rows, const int bits, uin
 
 INLINE const double *fp8_table(const Product *p, ptrdiff_t row, ptrdiff_t k)
 {
-    ptrdiff_t at = smaller(row, p->stop - 1) / 128 * ceil_div(p->k, 128) + k / 128;
+    ptrdiff_t at = smaller(row, p->stop - 1) / p->block * ceil_div(p->k, p->block) + k / p->block;
     return p->table + 256 * (ptrdiff_t)p->scale[at];
 }
 
@@ -152,12 +152,13 @@ INLINE void transpose(u8x32 v[16])
     }
 }
 
-/* Any codes and scales, by table: columns start ... stop of the block -> w[column][16]. */
+/* Any codes and scales, by table: columns start ... stop of the block, which have one scale in each row,
+ * -> w[column][16]. */
 INLINE void look_up_fp8(const Product *p, ptrdiff_t row, ptrdiff_t k0, const uint8_t *code,
                         ptrdiff_t start, ptrdiff_t stop, double *w)
 {
     for (int r = 0; r < TILE; r++) {
-        const double *table = fp8_table(p, row + r, k0);
+        const double *table = fp8_table(p, row + r, k0 + start);
         for (ptrdiff_t k = start; k < stop; k++)
             w[TILE * k + r] = table[code[BLOCK * r + k]];
     }
@@ -211,20 +212,28 @@ INLINE int decode_normal_fp8(const uint8_t *code, int16_t bias, double *w)
     return 1;
 }
 
-INLINE void decode_fp8(const Product *p, ptrdiff_t row, ptrdiff_t k0, ptrdiff_t count, double *w)
+/* Columns start ... stop of a block, which have one scale in each row. */
+INLINE void decode_scaled_fp8(const Product *p, ptrdiff_t row, ptrdiff_t k0, const uint8_t *code,
+                              ptrdiff_t start, ptrdiff_t stop, double *w)
 {
-    const double *table = fp8_table(p, row, k0);
-    ptrdiff_t scale = (table - p->table) / 256, k = 0;
-    _Alignas(64) uint8_t code[TILE * BLOCK];
-    gather(p, (Tile){row, k0}, TILE, 8, code);
+    const double *table = fp8_table(p, row, k0 + start);
+    ptrdiff_t scale = (table - p->table) / 256, k = start;
     /* 3 ... 246: where BF16(element * scale) is the product itself, so that any table agrees */
-    if (scale >= 3 && scale <= 246 && fp8_table(p, row + TILE - 1, k0) == table) {
+    if (scale >= 3 && scale <= 246 && fp8_table(p, row + TILE - 1, k0 + start) == table) {
         int16_t bias = (int16_t)((1023 - 7 + scale - 127) << 4);
-        for (; k + 32 <= count; k += 32)
+        for (; k + 32 <= stop; k += 32)
             if (!decode_normal_fp8(code + k, bias, w + TILE * k))
                 look_up_fp8(p, row, k0, code, k, k + 32, w);
     }
-    look_up_fp8(p, row, k0, code, k, count, w);
+    look_up_fp8(p, row, k0, code, k, stop, w);
+}
+
+INLINE void decode_fp8(const Product *p, ptrdiff_t row, ptrdiff_t k0, ptrdiff_t count, double *w)
+{
+    _Alignas(64) uint8_t code[TILE * BLOCK];
+    gather(p, (Tile){row, k0}, TILE, 8, code);
+    for (ptrdiff_t k = 0; k < count; k += p->block)
+        decode_scaled_fp8(p, row, k0, code, k, smaller(k + p->block, count), w);
 }
 
 INLINE void decode_bf16(const Product *p, ptrdiff_t row, ptrdiff_t k0, ptrdiff_t count, double *w)
@@ -317,7 +326,7 @@ INLINE void decode_fp4(const Product *p, ptrdiff_t row, ptrdiff_t k0, ptrdiff_t 
 INLINE void scale_fp4(const Product *p, ptrdiff_t row, ptrdiff_t k0, int groups, double *scale)
 {
     ptrdiff_t columns = ceil_div(p->k, GROUP4);
-    uint8_t code[BLOCK / GROUP4][TILE4];
+    uint8_t code[GROUPS4][TILE4];
     for (int r = 0; r < TILE4; r++)
         for (int g = 0; g < groups; g++)
             code[g][r] = p->scale[smaller(row + r, p->stop - 1) * columns + k0 / GROUP4 + g];
@@ -422,7 +431,8 @@ static NOINLINE void sum4_3(const float *x, const float *w, float *sum) { sum4(x
 static NOINLINE void sum4_2(const float *x, const float *w, float *sum) { sum4(x, w, sum, 2); }
 static NOINLINE void sum4_1(const float *x, const float *w, float *sum) { sum4(x, w, sum, 1); }
 
-/* acc[rows][32] += sum * scale * x_scale, of one group after the other: sum [groups][3][32]. */
+/* acc[rows][32] += sum * scale * x_scale, of one group after the other: sum [groups][3][32], x_scale
+ * [rows][GROUPS4]. */
 static NOINLINE void add_scaled(double *restrict acc, const float *restrict sum,
                                 const double *restrict scale, const double *restrict x_scale,
                                 int groups, int rows)
@@ -434,7 +444,7 @@ static NOINLINE void add_scaled(double *restrict acc, const float *restrict sum,
         for (int g = 0; g < groups; g++)
             for (int j = 0; j < TILE4 / 4; j++)
                 a[j] += FOUR_F64(sum + 3 * TILE4 * g + 4 * j) *
-                        (load(scale + TILE4 * g + 4 * j) * x_scale[i]);
+                        (load(scale + TILE4 * g + 4 * j) * x_scale[GROUPS4 * i + g]);
         for (int j = 0; j < TILE4 / 4; j++)
             store(acc + 4 * j, a[j]);
     }
@@ -444,7 +454,7 @@ static NOINLINE void add_scaled(double *restrict acc, const float *restrict sum,
 INLINE void multiply4(const float *x, const double *x_scale, const float *w, const double *scale,
                       int groups, double *acc, int rows)
 {
-    _Alignas(32) float sum[BLOCK / GROUP4][3 * TILE4];
+    _Alignas(32) float sum[GROUPS4][3 * TILE4];
     for (int g = 0; g < groups; g++, x += GROUP4, w += GROUP4 * TILE4)
         (rows == 3 ? sum4_3 : rows == 2 ? sum4_2 : sum4_1)(x, w, sum[g]);
     add_scaled(acc, sum[0], scale, x_scale, groups, rows);
@@ -476,9 +486,9 @@ static void multiply4_block(const float *x, const double *x_scale, const uint8_t
     for (int g = 0; g < groups; g++, x += GROUP4, w += GROUP4 * TILE4, scale += TILE4)
         for (int i = 0; i < rows; i++)
             if (wide[i] >> g & 1)
-                multiply4_wide(x + BLOCK * i, x_scale[i], w, scale, acc + TILE4 * i);
+                multiply4_wide(x + BLOCK * i, x_scale[GROUPS4 * i + g], w, scale, acc + TILE4 * i);
             else
-                multiply4(x + BLOCK * i, x_scale + i, w, scale, 1, acc + TILE4 * i, 1);
+                multiply4(x + BLOCK * i, x_scale + GROUPS4 * i + g, w, scale, 1, acc + TILE4 * i, 1);
 }
 
 static void multiply4_all(const float *x, const double *x_scale, const uint8_t *wide, const float *w,
@@ -486,7 +496,7 @@ static void multiply4_all(const float *x, const double *x_scale, const uint8_t *
 {
     for (ptrdiff_t i = 0; i < m;) {
         int rows = next_rows(m - i);
-        multiply4_block(x, x_scale + i, wide + i, w, scale, groups, acc, rows);
+        multiply4_block(x, x_scale + GROUPS4 * i, wide + i, w, scale, groups, acc, rows);
         i += rows;
         x += BLOCK * rows;
         acc += TILE4 * rows;
@@ -496,13 +506,13 @@ static void multiply4_all(const float *x, const double *x_scale, const uint8_t *
 INLINE void product_fp4(const Product *p)
 {
     _Alignas(64) float w[BLOCK * TILE4];
-    _Alignas(64) double scale[BLOCK / GROUP4 * TILE4];
+    _Alignas(64) double scale[GROUPS4 * TILE4];
     for (Tile t = {p->start, 0}; within(p, t); t = after(p, t, TILE4)) {
         ptrdiff_t count = smaller(BLOCK, p->k - t.k), block = t.k / BLOCK;
         int groups = (int)ceil_div(count, GROUP4);
         decode_fp4(p, t.row, t.k, count, w);
         scale_fp4(p, t.row, t.k, groups, scale);
-        multiply4_all((const float *)p->x + t.k * p->m, p->x_scale + block * p->m,
+        multiply4_all((const float *)p->x + t.k * p->m, p->x_scale + GROUPS4 * block * p->m,
                       p->wide + block * p->m, w, scale, groups, p->m,
                       p->acc + (t.row - p->start) * p->m);
     }

@@ -11,9 +11,8 @@ from v4tool.quant.formats import E4M3, E8M0, look_up
 def quantized(x: Tensor, w: Weight, threads: int = 1) -> Tensor:
     """BF16 [M, K], quantised by act_quant, times w [N, K] -> BF16 [M, N]."""
     w = in_memory(w)
-    return to_bf16(
-        product(activation(*act_quant(x)), dequantize(w), 32 if w.kind == "fp4" else 128)
-    )
+    values = activation(*act_quant(x, w.block), w.block)
+    return to_bf16(product(values, dequantize(w), 32 if w.kind == "fp4" else 128))
 
 
 def plain(x: Tensor, w: Tensor, threads: int = 1) -> Tensor:
@@ -29,9 +28,9 @@ def grouped(x: Tensor, w: Weight, threads: int = 1) -> Tensor:
     return to_bf16(torch.stack(parts, dim=1))
 
 
-def activation(codes: Tensor, scale: Tensor) -> Tensor:
-    """Values of x quantised by act_quant: codes [M, K], scale [M, ceil(K / 128)] -> F64 [M, K]."""
-    scales = look_up(E8M0, scale).double().repeat_interleave(128, -1)
+def activation(codes: Tensor, scale: Tensor, block: int) -> Tensor:
+    """Values of x quantised by act_quant, F64 [M, K]: codes [M, K], scale [M, ceil(K / block)]."""
+    scales = look_up(E8M0, scale).double().repeat_interleave(block, -1)
     return look_up(E4M3, codes).double() * scales[:, : codes.shape[1]]
 
 

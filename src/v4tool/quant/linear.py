@@ -9,12 +9,12 @@ by definition
         for k in the group, in increasing order: g = g + x[k] * w[k]
         acc = acc + g
 
-in binary64, where x[k] and w[k] are the dequantised values, and a group is the range with one scale
-on both sides: 32 elements for FP4 weights, 128 for all others. The order does not depend on
-threads, M, N or the machine. Each x[k] * w[k] is exact in binary64 (at most 8 + 24 bits), so fused
-multiply-add gives the same bits; every g of a quantised x and weight is exact too (at most 18 + 18
-bits and 7 for the number of terms), so only the order of the groups matters. A sum is never -0, and
-every NaN has the same bits.
+in binary64, where x[k] and w[k] are the dequantised values, and a group has 32 elements for FP4
+weights, 128 for all others. The order does not depend on threads, M, N or the machine, nor on how
+many elements one scale covers (`block` of a weight: 128 in V4, 32 in V4.1). Each x[k] * w[k] is
+exact in binary64 (at most 8 + 24 bits), so fused multiply-add gives the same bits. With one scale
+on both sides a group's g is exact too (at most 18 + 18 bits and 7 for the number of terms), so only
+the order of the groups matters. A sum is never -0, and every NaN has the same bits.
 
 Three backends compute it, equal bit for bit: the readable one (`_readable_product`), the C kernel
 (`_c_product`) and one for installations without a compiler (`_numpy_product`). `accumulate =
@@ -62,13 +62,19 @@ class _Backend(Protocol):
     def grouped(self, x: Tensor, w: Weight, threads: int) -> Tensor: ...
 
 
+KERNEL_INTERFACE = 2
+"""Of the C kernel's functions, as `_c_product` calls them; `_kernel.c` holds the same number."""
+
+
 @cache
-def _extension_problem() -> str | None:
-    """Why the C kernel cannot be imported, or None."""
+def extension_problem() -> str | None:
+    """Why the C kernel cannot be used, or None."""
     try:
-        import_module("v4tool.quant._kernel")
+        kernel = import_module("v4tool.quant._kernel")
     except ImportError as problem:
         return str(problem)
+    if getattr(kernel, "INTERFACE", None) != KERNEL_INTERFACE:
+        return "it was built from the source of another version; install v4tool again"
     return None
 
 
@@ -82,7 +88,7 @@ def backend_in_use(numerics: "Numerics") -> str:
         if asked in ("numpy", "c"):
             raise V4ToolError(f"backend: accumulate float32 needs readable or auto, found {asked}")
         return "readable"
-    problem = _extension_problem()
+    problem = extension_problem()
     if asked == "auto":
         return "numpy" if problem else "c"
     if asked == "c" and problem:
@@ -101,13 +107,13 @@ def _backend_for(x: Tensor, numerics: "Numerics") -> _Backend:
 
 
 def q_linear(x: Tensor, w: Weight, numerics: "Numerics") -> Tensor:
-    """Quantise x to FP8 in blocks of 128, multiply by the weight, round to BF16 (SPEC 3).
+    """Quantise x to FP8 in the weight's blocks, multiply by it, round to BF16 (SPEC 3).
 
     BF16 [..., K] and [N, K] -> BF16 [..., N].
     """
     rows = x.reshape(-1, x.shape[-1])
     if numerics.accumulate == "float32":
-        values = readable.activation(*act_quant(rows))
+        values = readable.activation(*act_quant(rows, w.block), w.block)
         out = to_bf16(F.linear(values.float(), dequantize(in_memory(w)).float()))
     else:
         out = _backend_for(rows, numerics).quantized(rows, w, numerics.threads)
