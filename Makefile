@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow lint docs bench clean
+.PHONY: demo test test-slow test-arm lint docs bench clean
 
 # Remade when the build file, the C sources or the constraints change.
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard src/v4tool/quant/*.[ch])
@@ -28,6 +28,12 @@ test: $(VENV)/installed-dev
 test-slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m slow
 
+# On emulated 64-bit ARM; ARM_TESTS chooses others
+ARM_TESTS ?= tests/test_golden.py -k len6
+
+test-arm:
+	tests/arm.sh $(ARM_TESTS)
+
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,4 +48,4 @@ bench: $(VENV)/installed
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) .arm build dist src/*.egg-info

@@ -16,8 +16,10 @@ from v4tool.config import ModelConfig
 from v4tool.diff.arithmetic import RELEASE
 from v4tool.diff.candidate import open_candidate
 from v4tool.diff.compare import diff_candidate
-from v4tool.diff.layout import Sizes, apply_steps, parse_step
+from v4tool.diff.layout import apply_steps
+from v4tool.diff.maps import shipped_maps
 from v4tool.diff.readers import open_tensors
+from v4tool.diff.steps import Sizes, parse_step
 from v4tool.names import Step
 
 LEN3 = GOLDEN_MINI / "len3.safetensors"
@@ -268,3 +270,33 @@ def test_nan_in_the_candidate_names_the_first_operator_that_made_one(
     ran = cli("diff", path, "--ckpt", CKPT, "-q")
     assert ran.status == 1
     assert "first operator at fault: layers.0.ffn_norm.out: holds NaN or infinity" in ran.out
+
+
+def test_list_maps_shows_every_shipped_map_and_its_rules(cli: Cli) -> None:
+    shown = cli("list", "maps").out.splitlines()[1:]
+    assert [line.split()[0] for line in shown] == list(shipped_maps())
+    found = json.loads(cli("list", "maps", "llama.cpp", "--json").out)
+    assert found["decode"] == "pass{i+1}/"
+    assert found["rules"][0] == {
+        "name": "inp_tokens", "key": "input_ids", "steps": ["reshape 1,-1"], "ratios": None,
+        "passes": None,
+    }  # fmt: skip
+    assert "lid_top_k-{n}" in cli("list", "maps", "llama.cpp").out
+
+
+def test_the_rules_of_a_map_of_ones_own_are_listed_with_their_limits(
+    cli: Cli, tmp_path: Path
+) -> None:
+    rule = '{ name = "x.{n}", key = "layers.{n}.out", ratios = [0, 4], passes = "decode" }'
+    path = tmp_path / "mine.toml"
+    path.write_text(f'summary = "mine"\nrules = [{rule}]\n')
+    line = cli("list", "maps", path).out.splitlines()[1]
+    assert line.split() == ["x.{n}", "layers.{n}.out", "ratio", "0/4,", "decode"]
+
+
+def test_rows_of_experts_need_a_table(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    rule = '{ name = "x.{n}", key = "layers.{n}.ffn.experts.{e}.out" }'
+    path.write_text(f'summary = "mine"\nrules = [{rule}]\n')
+    message = one_line(cli("list", "maps", path))
+    assert "{e} in the key: expected it in the name or a step rows, found neither" in message

@@ -9,8 +9,16 @@ from importlib import import_module
 for _package in ("v4tool.check", "v4tool.verify"):
     import_module(_package)
 
-from v4tool.api import check, dump, open_recording, verify  # noqa: E402  (after the packages)
+from v4tool.api import capture, check, dump, open_recording, verify  # noqa: E402  (after the packages)
 from v4tool.errors import V4ToolError  # noqa: E402
 from v4tool.version import __version__  # noqa: E402
 
-__all__ = ["V4ToolError", "__version__", "check", "dump", "open_recording", "verify"]
+__all__ = [
+    "V4ToolError",
+    "__version__",
+    "capture",
+    "check",
+    "dump",
+    "open_recording",
+    "verify",
+]

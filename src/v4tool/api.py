@@ -1,21 +1,25 @@
-"""The Python API: functions `v4tool.dump`, `check`, `verify` and `open_recording`.
+"""The Python API: functions `v4tool.dump`, `check`, `verify`, `open_recording` and `capture`.
 
-Each function does what the command of its name does, without printing; settings that are not given
-come from the environment, the profile and the defaults. Unusable input raises `V4ToolError` with
-the line that the command would print (it names arguments by their options). Notes go to the logger
-`v4tool`. Left out: progress, tables, and the commands `regen`, `list` and `synth`. Slow imports
-(torch) are made inside the functions, so that `import v4tool` is fast.
+Each function does what the command of its name does, without printing; `capture`, which has none,
+records a torch model while it runs. Settings that are not given come from the environment, the
+profile and the defaults. Unusable input raises `V4ToolError` with the line that the command would
+print (it names arguments by their options). Notes go to the logger `v4tool`. Left out: progress,
+tables, and the commands `regen`, `list` and `synth`. Slow imports (torch) are made inside the
+functions, so that `import v4tool` is fast.
 """
 
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from v4tool.check.recording import CheckResult
+    from v4tool.diff.capture import Capture
     from v4tool.dumping import DumpResult
     from v4tool.profiles import Case, Profile
     from v4tool.record.reader import Recording
@@ -182,6 +186,25 @@ def open_recording(path: StrPath) -> "Recording":
     from v4tool.record.reader import Recording
 
     return Recording.open(Path(path))
+
+
+def capture(
+    model: "nn.Module", path: StrPath, *, map: StrPath | None = None, force: bool = False
+) -> "AbstractContextManager[Capture]":
+    """Record a running torch model: `with capture(model, "mine.safetensors"): model(ids)`.
+
+    map: a shipped map or a TOML file, whose modules are recorded (default: outputs and arguments
+    of all modules). The first call of the model in the block is the prefill, each after it a decode
+    step. force: replace a file that exists. Ranks of a process group write a file each.
+
+    The file appears when the block ends without an exception. Values are as the model computed
+    them, in FP32 (BF16 and FP16 exactly) and integers. Raises V4ToolError: InputError for a model
+    that the map names no module of, for a batch of prompts and for a block without a call,
+    OutputError.
+    """
+    from v4tool.diff.capture import capture as opened
+
+    return opened(model, Path(path), None if map is None else os.fspath(map), force=force)
 
 
 def _profile(profile: StrPath | None, ckpt: StrPath | None, **settings: object) -> "Profile":

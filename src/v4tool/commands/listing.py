@@ -1,4 +1,4 @@
-"""`v4tool list`: prints keys, cases, profiles, layers, tensors or nodes."""
+"""`v4tool list`: prints keys, cases, profiles, layers, tensors, nodes or maps."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from v4tool.names import Keys
 
 listing = typer.Typer(
-    help="Show keys, cases, profiles, layers, tensors or nodes.", no_args_is_help=True
+    help="Show keys, cases, profiles, layers, tensors, nodes or maps.", no_args_is_help=True
 )
 
 
@@ -271,3 +271,27 @@ def list_nodes(
         say(f"{len(nodes)} nodes, {len(keys)} keys, {len(left)} that no node judges")
     if left:
         raise typer.Exit(1)
+
+
+@listing.command("maps")
+def list_maps(
+    name: Annotated[
+        str | None, typer.Argument(metavar="MAP", help="The rules of this map, or of a TOML file.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the maps of other engines' tensor names (`diff --map`); with MAP its rules."""
+    from v4tool.diff.maps import load_map, shipped_maps
+    from v4tool.report import tables
+
+    chosen = {one: load_map(one) for one in (shipped_maps() if name is None else [name])}
+    if as_json:
+        found = [{"name": n, **m.model_dump(mode="json")} for n, m in chosen.items()]
+        print_json(found if name is None else found[0])
+    elif name is None:
+        tables.show(tables.maps_table(chosen))
+    else:
+        print(tables.rules_lines(chosen[name].rules))
+        decode = chosen[name].decode
+        steps = f"; decode steps: {decode}NAME" if decode else ""
+        say(f"{name}: {chosen[name].summary}{steps}")

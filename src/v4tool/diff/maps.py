@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
-from v4tool.diff.layout import parse_step
+from v4tool.diff.steps import parse_step
 from v4tool.errors import InputError
 from v4tool.profiles import toml_files
 from v4tool.untrusted import kind_of

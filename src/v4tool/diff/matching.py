@@ -11,9 +11,10 @@ from math import prod
 from torch import Tensor
 
 from v4tool.config import ModelConfig
-from v4tool.diff.layout import Sizes, Step, apply_steps, is_empty, parse_step
+from v4tool.diff.layout import apply_steps
 from v4tool.diff.maps import MapRule, TensorMap, filled, pattern
 from v4tool.diff.readers import ForeignTensors
+from v4tool.diff.steps import Sizes, Step, is_empty, parse_step
 from v4tool.errors import InputError
 from v4tool.names import Step as Pass
 from v4tool.names import layer_of

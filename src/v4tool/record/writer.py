@@ -50,6 +50,11 @@ def recorded(value: Tensor) -> torch.dtype:
     return torch.float32 if value.is_floating_point() else value.dtype
 
 
+def _header_room(nbytes: int) -> int:
+    """Bytes reserved for a header: with the 8 of its length they end at a page."""
+    return -(-(nbytes + 8) // 4096) * 4096 - 8
+
+
 Inspect = Callable[[str, Tensor], None]
 """Called with a name and a value that may hold NaN or infinity."""
 
@@ -101,9 +106,10 @@ class RecordingWriter:
     """Writes one recording; as a context manager it discards the file unless `close` was called.
 
     path: the final name. most_tensors: upper bound of the number of tensors, to reserve space for
-    the header. metadata: strings of `__metadata__`; `close` adds `payload_sha256`. force: replace
-    an existing file. inspect: called, in the order of `put`, with tensors of which a sum is not
-    finite and with those that span buffers; `put`, `inspect_new` and `close` raise what it raises.
+    the header; where the header is longer after all, `close` moves the payload. metadata: strings
+    of `__metadata__`; `close` adds `payload_sha256`. force: replace an existing file. inspect:
+    called, in the order of `put`, with tensors of which a sum is not finite and with those that
+    span buffers; `put`, `inspect_new` and `close` raise what it raises.
     Raises OutputError if the file cannot be written, exists, or is being written.
     """
 
@@ -120,7 +126,7 @@ class RecordingWriter:
         self.metadata = dict(metadata)
         self._refuse_existing(force)
         room = sum(len(json.dumps([k, v])) + 8 for k, v in metadata.items()) + 512
-        self._header_room = -(-(most_tensors * HEADER_BYTES_PER_TENSOR + room) // 4096) * 4096 - 8
+        self._header_room = _header_room(most_tensors * HEADER_BYTES_PER_TENSOR + room)
         self._names: set[str] = set()
         self._entries: dict[str, dict[str, Any]] = {}
         self._offset = 0
@@ -284,7 +290,7 @@ class RecordingWriter:
         header = {"__metadata__": {**self.metadata, "payload_sha256": digest}, **self._entries}
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) > self._header_room:
-            raise AssertionError(f"header of {len(text)} bytes, room for {self._header_room}")
+            self._move_payload(_header_room(len(text)))
         self._file.seek(0)
         self._file.write(self._header_room.to_bytes(8, "little") + text.ljust(self._header_room))
         self._file.flush()
@@ -292,6 +298,16 @@ class RecordingWriter:
         self.partial.replace(self.path)
         self._file.close()
         return digest
+
+    def _move_payload(self, room: int) -> None:
+        """Make room for a header that is longer than the space reserved, from the file's end on."""
+        end = self._file.seek(0, os.SEEK_END)
+        for start in reversed(range(8 + self._header_room, end, BUFFER_BYTES)):
+            self._file.seek(start)
+            data = self._file.read(BUFFER_BYTES)
+            self._file.seek(start + room - self._header_room)
+            self._file.write(data)
+        self._header_room = room
 
     def _stop(self) -> None:
         if self._thread.is_alive():

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # a listing must not wait for torch
     from v4tool.checkpoint.inspection import TensorStatus
     from v4tool.checkpoint.layout import TensorSpec
     from v4tool.config import ModelConfig
+    from v4tool.diff.maps import MapRule, TensorMap
     from v4tool.dumping import DumpResult
     from v4tool.profiles import Profile
 
@@ -23,7 +24,9 @@ __all__ = [
     "keys_line",
     "keys_lines",
     "layers_table",
+    "maps_table",
     "profiles_table",
+    "rules_lines",
     "settings_table",
     "show",
     "status_lines",
@@ -54,6 +57,30 @@ def cases_table(profile: "Profile") -> Table:
     for case in profile.cases:
         table.add_row(case.id, str(len(case.input_ids)), str(case.decode), case.file, case.subject)
     return table
+
+
+def maps_table(maps: Mapping[str, "TensorMap"]) -> Table:
+    """One row per map of another engine's names: number of rules, summary."""
+    table = plain_table(
+        "map", "rules", "names", right=("rules",), spare=("rules",), prose=("names",)
+    )
+    for name, found in maps.items():
+        table.add_row(name, str(len(found.rules)), found.summary)
+    return table
+
+
+def rules_lines(rules: "Sequence[MapRule]") -> str:
+    """One line per rule of a map: name, key, what it is kept to, steps."""
+
+    def limits(rule: "MapRule") -> str:
+        ratios = [f"ratio {'/'.join(map(str, rule.ratios))}"] if rule.ratios else []
+        return ", ".join([*ratios, *([rule.passes] if rule.passes else [])])
+
+    return lines(
+        ("name", "key", "only", "steps"),
+        ((rule.name, rule.key, limits(rule), "; ".join(rule.steps)) for rule in rules),
+        spare=("only", "steps"),
+    )
 
 
 def layers_table(config: "ModelConfig") -> Table:
