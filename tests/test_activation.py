@@ -52,7 +52,7 @@ def test_every_finite_amax_has_the_golden_scale(scale: Encode, table: str) -> No
         (math.nan, 255, 255, "NaN stays NaN"),
     ],
 )
-def test_scales_at_the_ends(amax: float, fp8: int, fp4: int, why: str) -> None:
+def test_smallest_and_largest_scales(amax: float, fp8: int, fp4: int, why: str) -> None:
     x = torch.tensor([amax], dtype=torch.float32)
     assert fp8_scale(x).item() == fp8, why
     assert fp4_scale(x).item() == fp4, why
@@ -130,7 +130,7 @@ def test_a_block_of_zeros_keeps_its_signs() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_a_block_with_no_number_in_it_is_nan_and_its_neighbours_are_not(bad: float) -> None:
+def test_a_block_with_nan_or_infinity_has_scale_nan(bad: float) -> None:
     x = torch.cat([bf16(1.0, bad), bf16(1.0, 2.0)])
     assert act_quant(x, 2)[1].tolist() == [255, 120]
     assert act_quant_inplace(x, 2).isnan().tolist() == [True, True, False, False]

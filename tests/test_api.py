@@ -50,7 +50,7 @@ def fresh(code: str) -> str:
     return ran.stdout.strip()
 
 
-def test_the_import_is_cheap() -> None:
+def test_the_import_is_fast() -> None:
     heavy = ("torch", "numpy", "pydantic", "safetensors", "typer", "rich", "tokenizers")
     code = f"import sys, v4tool; print([m for m in {heavy} if m in sys.modules])"
     assert fresh(code) == "[]"

@@ -129,7 +129,7 @@ def test_every_weight_is_read_once() -> None:
 
 
 @pytest.mark.parametrize("layer", range(FLASH.n_layers + 1))
-def test_what_is_announced_is_there(layer: int) -> None:
+def test_prefetched_names_exist(layer: int) -> None:
     """The names that the reader is told ahead exist, and are nearly all that every token reads."""
     specs = layout(FLASH)
     path = FLASH.block_path(layer) + "."
@@ -145,7 +145,7 @@ def test_what_is_announced_is_there(layer: int) -> None:
     assert 0.95 * (every - extra) < announced < every
 
 
-def test_threads_take_turns_with_processes(tmp_path: Path) -> None:
+def test_passes_alternate_between_threads_and_processes(tmp_path: Path) -> None:
     """As many passes each way as asked for, and ratios of these; every process ends."""
     small = ModelConfig.from_file(GOLDEN_MINI / "ckpt" / "config.json")
     report = synth(tmp_path / "ckpt", small, seed=1, experts=2, layers=[2])

@@ -128,7 +128,7 @@ def test_prompt2100_is_longer_than_the_indexer_keeps() -> None:
 
 
 @pytest.mark.parametrize("case_id", ["prompt127", "prompt128", "prompt129", "prompt2100"])
-def test_a_long_prompt_is_no_filler(case_id: str) -> None:
+def test_the_long_prompt_does_not_repeat_itself(case_id: str) -> None:
     """No run of eight tokens comes twice: a text that repeats itself would exercise less."""
     ids = FLASH[case_id].input_ids
     runs = Counter(ids[start : start + 8] for start in range(len(ids) - 7))

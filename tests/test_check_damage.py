@@ -159,7 +159,7 @@ def test_two_keys_swapped(tmp_path: Path, a: str, b: str, rule: str) -> None:
     assert rule in rules_that_name(result, a) | rules_that_name(result, b)
 
 
-def test_swapped_keys_that_only_weights_tie_are_found_by_their_checksums(tmp_path: Path) -> None:
+def test_swapped_keys_that_only_weights_cover_are_found_by_checksums(tmp_path: Path) -> None:
     a, b = "layers.1.attn.wo_b.in", "layers.3.attn.wo_b.in"
     path = damaged(tmp_path, lambda copy: copy.swap(a, b))
     assert check(path).ok
@@ -205,7 +205,7 @@ def test_a_changed_shape(tmp_path: Path, key: str, shape: list[int]) -> None:
     assert rules_that_name(result, key) & {"shape", "byte range"}
 
 
-def test_an_expert_with_the_rows_of_another_shape(tmp_path: Path) -> None:
+def test_experts_swapped_with_other_row_counts(tmp_path: Path) -> None:
     """Two experts' groups swapped: the rows betray it, or else the sum."""
 
     def swap(copy: Copy) -> None:
@@ -240,7 +240,7 @@ def test_truncated(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("lie", [0, 1, -1, 100, -100, 2**40, 2**63])
-def test_a_lying_header_length(tmp_path: Path, lie: int) -> None:
+def test_header_length_beyond_the_file(tmp_path: Path, lie: int) -> None:
     raw = LEN6.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     told = lie if lie in (0, 2**40, 2**63) else length + lie
@@ -397,7 +397,7 @@ def test_a_checkpoint_that_is_not_the_recording_s(tmp_path: Path) -> None:
         ("layers.1.ffn.gate.out.1", "hash routing"),
     ],
 )
-def test_a_flipped_bit_beside_the_checkpoint(tmp_path: Path, key: str, rule: str) -> None:
+def test_a_flipped_bit_with_the_checkpoint(tmp_path: Path, key: str, rule: str) -> None:
     bit = 16 if KEYS[key].dtype == "F32" and KEYS[key].kind == "bf16" else 4
     last = Copy.of(LEN33).span(key)
     place = (last[1] - last[0]) // 4 - 2

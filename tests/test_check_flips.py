@@ -153,7 +153,7 @@ def test_flips_of_every_key(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.slow
-def test_flips_of_every_key_beside_the_checkpoint(tmp_path: Path) -> None:
+def test_flips_of_every_key_with_the_checkpoint(tmp_path: Path) -> None:
     """A deep check covers every key; what a quantisation swallows is swallowed for the model as
     well.
     """

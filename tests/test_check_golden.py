@@ -75,7 +75,7 @@ def test_explain_lists_what_only_weights_cover() -> None:
     assert counts["embedding"] == 1 + 3 + 2
 
 
-def test_a_recording_without_file_is_one_line() -> None:
+def test_a_missing_recording_is_one_line() -> None:
     with pytest.raises(RecordingError, match=r"nothing\.safetensors: cannot be read: No such file"):
         check_recording(GOLDEN_MINI / "nothing.safetensors", config=CONFIG)
 

@@ -183,11 +183,11 @@ SENSELESS = [
 
 
 @pytest.mark.parametrize(("field", "value", "words"), SENSELESS)
-def test_senseless_value_is_refused(field: str, value: object, words: str) -> None:
+def test_invalid_value_is_refused(field: str, value: object, words: str) -> None:
     assert words in refused(changed(field, value))
 
 
-def test_all_senseless_values_are_listed() -> None:
+def test_all_invalid_values_are_listed() -> None:
     line = refused(release() | {"hidden_size": 0, "o_groups": 1.5, "index_topk": -1})
     assert all(name in line for name in ("hidden_size:", "o_groups:", "index_topk:"))
     line = refused(release() | {"hidden_size": 200, "o_groups": 7, "num_hash_layers": 99})

@@ -51,7 +51,7 @@ def test_the_readable_product_is_the_definition(group: int, binades: int) -> Non
     assert same_bits(readable.product(x, w, group), by_definition(x, w, group))
 
 
-def test_the_order_is_one_that_shows() -> None:
+def test_the_operands_depend_on_the_order_of_summation() -> None:
     """If rounding never happened in the tests below, equality of all ways would say nothing."""
     g = generator(1)
     x, w = spread(g, 3, 300, binades=40), spread(g, 5, 300, binades=40)
@@ -187,7 +187,7 @@ print(backend_in_use(Numerics()), extension_problem())
     )
 
 
-def test_fp32_is_for_the_readable_way_only() -> None:
+def test_float32_needs_the_readable_backend() -> None:
     assert backend_in_use(Numerics(accumulate="float32")) == "readable"
     for backend in ("numpy", "c"):
         asked = Numerics.model_validate({"accumulate": "float32", "backend": backend})

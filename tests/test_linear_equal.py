@@ -255,7 +255,7 @@ def test_any_product_with_a_weight_as_it_is(
         (2, 70, 300, "rows and columns that are a multiple of nothing"),
     ],
 )
-def test_products_by_themselves(backend: str, m: int, n: int, k: int, why: str) -> None:
+def test_batched_products(backend: str, m: int, n: int, k: int, why: str) -> None:
     """One weight for each x, in the layouts of keys (rows whole) and of values (columns whole)."""
     g = generator(m + n)
     x, w = spread(g, 4, m, k, binades=20).bfloat16(), spread(g, 4, n, k, binades=20).bfloat16()
@@ -307,7 +307,7 @@ def test_sums_that_fp32_cannot_hold(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", FAST)
-def test_minus_zero_never_comes_out(backend: str) -> None:
+def test_results_are_never_minus_zero(backend: str) -> None:
     x, w = torch.full((2, 4), -0.0).bfloat16(), torch.ones(3, 4).bfloat16()
     for weight in (w, w.float()):
         out = linear_hi(x, weight, numerics(backend))

@@ -115,7 +115,7 @@ def test_a_snapshot_without_index_or_config_is_none(tmp_path: Path, leave_out: s
         locate_checkpoint(settle("flash"), hub_cache=tmp_path)
 
 
-def test_nothing_found_names_the_three_ways(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_names_three_ways_to_give_one(tmp_path: Path) -> None:
     for cache in (tmp_path, tmp_path / "none"):
         with pytest.raises(ProfileError) as caught:
             locate_checkpoint(settle("flash"), hub_cache=cache)

@@ -86,7 +86,7 @@ def test_path_coverage(
     place=st.integers(0, 49),
     bit=st.integers(0, 31),
 )
-def test_a_checksum_sees_every_flipped_bit(words: list[int], place: int, bit: int) -> None:
+def test_a_checksum_detects_every_flipped_bit(words: list[int], place: int, bit: int) -> None:
     import numpy as np
 
     before = np.array(words, np.uint32)
@@ -216,7 +216,7 @@ for i in range(10**6):
 """
 
 
-def test_killed_while_writing_it_is_whole(tmp_path: Path, entry: Entry) -> None:
+def test_the_manifest_is_complete_after_a_kill(tmp_path: Path, entry: Entry) -> None:
     update_entry(tmp_path, "a", entry)
     for wait in (0.0, 0.013, 0.05):
         command = [sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path)]

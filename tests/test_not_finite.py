@@ -129,7 +129,7 @@ def test_the_first_key_and_its_weights(
     assert list(out.iterdir()) == []
 
 
-def test_finite_weights_are_not_accused(
+def test_finite_weights_are_not_reported(
     cli: Cli, with_bytes: Callable[[str, bytes], Path], tmp_path: Path
 ) -> None:
     """An overflow: the weights of the key are said to be finite."""
@@ -237,7 +237,7 @@ def test_f32_scales_that_are_nan(
     assert torch.equal(read, codes)
 
 
-def test_infinity_by_design_is_not_accused(
+def test_infinity_by_design_is_not_reported(
     cli: Cli, with_bytes: Callable[[str, bytes], Path], tmp_path: Path
 ) -> None:
     """A sink of minus infinity is none; masked scores of 129 tokens, of blocks not complete."""

@@ -28,7 +28,7 @@ def _paths(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return taken
 
 
-def test_ordinary_operands_take_the_fast_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_operands_use_the_blas(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = _paths(monkeypatch)
     g, n = generator(12), numerics("numpy")
     x = spread(g, 30, 512).bfloat16()
@@ -40,7 +40,7 @@ def test_ordinary_operands_take_the_fast_ways(monkeypatch: pytest.MonkeyPatch) -
     assert taken["_all_one_by_one"] == 0
 
 
-def test_only_the_rows_that_need_it_take_the_slow_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_inexact_rows_are_summed_term_by_term(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = _paths(monkeypatch)
     g = generator(13)
     x = spread(g, 30, 512).bfloat16()

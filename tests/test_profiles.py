@@ -88,7 +88,7 @@ def test_option_over_environment_over_file_over_default(
     ]
 
 
-def test_a_zero_is_a_value(tmp_path: Path) -> None:
+def test_zero_counts_as_set(tmp_path: Path) -> None:
     own = profile_file(tmp_path, "seed = 0\n")
     assert settle(own).origin["seed"] == str(own)
     by_option = settle(own, {"seed": 0}, {"V4TOOL_SEED": "3"})
@@ -174,7 +174,7 @@ def test_what_is_loaded_is_frozen() -> None:
     assert isinstance(anchor.input_ids, tuple)
 
 
-def test_a_settled_profile_can_be_written_as_json_and_copied() -> None:
+def test_a_resolved_profile_can_be_written_as_json_and_copied() -> None:
     profile = settle("nano", {"threads": 2})
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
 

@@ -84,7 +84,7 @@ def test_the_same_bits_come_out_again(references: Path, checkpoint: Checkpoint) 
     assert sorted(p.name for p in references.iterdir() if p.is_dir()) == []
 
 
-def test_baseline6_is_left_alone_unless_named(references: Path, checkpoint: Checkpoint) -> None:
+def test_baseline6_is_skipped_unless_named(references: Path, checkpoint: Checkpoint) -> None:
     everything = {p.entry.id: p.left_alone for p in plan(references, None)}
     assert everything == {
         "baseline6": "recorded again only when it is named", "short": None, "long": None
@@ -101,7 +101,7 @@ def test_a_plan_changes_nothing(references: Path) -> None:
     assert state(references) == before
 
 
-def test_what_was_recorded_in_part_is_left_alone(references: Path, checkpoint: Checkpoint) -> None:
+def test_incomplete_recordings_are_skipped(references: Path, checkpoint: Checkpoint) -> None:
     entry = Manifest.load(references).cases["short"]
     update_entry(references, "short", entry.model_copy(update={"complete": False}))
     planned = plan(references, ["short"])
@@ -118,7 +118,7 @@ def test_ids_come_from_the_manifest_and_never_from_text(references: Path) -> Non
     assert len(entry.decode_ids) == 1
 
 
-def test_unknown_cases_and_empty_places(references: Path, tmp_path: Path) -> None:
+def test_unknown_cases_and_empty_directories(references: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no case lang in its manifest; it has baseline6, short"):
         plan(references, ["short", "lang"])
     with pytest.raises(InputError, match="make references with `v4tool dump`"):

@@ -85,7 +85,7 @@ decode = 5
 """
 
 
-def test_cases_in_company_and_alone(cli: Cli, tmp_path: Path) -> None:
+def test_cases_recorded_together_and_separately(cli: Cli, tmp_path: Path) -> None:
     """One pass over the weights for several prompts of other lengths and steps changes nothing."""
     profile = tmp_path / "three.toml"
     long = [(13 * i) % 320 for i in range(131)]

@@ -450,7 +450,7 @@ def test_fingerprint_is_what_it_says() -> None:
         assert checkpoint.fingerprint == hashlib.sha256(text.encode()).hexdigest()
 
 
-def test_fingerprint_sees_headers_not_payload(ckpt: Path, mini: Checkpoint) -> None:
+def test_fingerprint_depends_on_headers_not_payload(ckpt: Path, mini: Checkpoint) -> None:
     path = ckpt / "model-00001-of-00008.safetensors"
     tensors = load(path)
     embed = tensors["embed.weight"]

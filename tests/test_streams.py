@@ -62,18 +62,18 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_reader_that_has_gone_is_no_error(name: str) -> None:
+def test_a_closed_pipe_is_no_error(name: str) -> None:
     status, said = without_reader(COMMANDS[name])
     assert status == 0, said
     assert "Error" not in said
     assert "Exception" not in said
 
 
-def test_unbuffered_output_without_a_reader() -> None:
+def test_unbuffered_output_to_a_closed_pipe() -> None:
     assert without_reader(["list", "cases"], PYTHONUNBUFFERED="1") == (0, "")
 
 
-def test_a_reader_that_goes_after_two_lines() -> None:
+def test_a_pipe_closed_after_two_lines() -> None:
     """As `v4tool list keys | head -2`; the remark on stderr still comes."""
     process = subprocess.Popen(
         command("list", "keys"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -90,7 +90,7 @@ def test_a_reader_that_goes_after_two_lines() -> None:
     assert said.startswith("1749 keys besides the routed experts'")
 
 
-def test_work_goes_on_without_a_reader(tmp_path: Path) -> None:
+def test_a_dump_completes_with_a_closed_pipe(tmp_path: Path) -> None:
     """A dump whose progress and result nobody reads is written all the same."""
     out = tmp_path / "out.safetensors"
     reader, writer = os.pipe()
@@ -104,7 +104,7 @@ def test_work_goes_on_without_a_reader(tmp_path: Path) -> None:
     assert out.is_file()
 
 
-def test_a_failed_check_stays_one_without_a_reader(tmp_path: Path) -> None:
+def test_a_failed_check_keeps_its_status_with_a_closed_pipe(tmp_path: Path) -> None:
     """A script that pipes into `head` under `pipefail` must not take a mismatch for success."""
     damaged = bytearray(LEN3.read_bytes())
     damaged[-1] ^= 0x40

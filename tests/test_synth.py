@@ -118,7 +118,7 @@ def test_kept_layers_keep_their_kind(
         ({"layers": [42, 43]}, "layers: expected"),
     ],
 )
-def test_senseless_reductions(wrong: dict[str, int | list[int]], words: str) -> None:
+def test_invalid_reductions(wrong: dict[str, int | list[int]], words: str) -> None:
     with pytest.raises(InputError) as caught:
         plan(FLASH, **wrong)  # type: ignore[arg-type]
     assert words in str(caught.value)
@@ -281,7 +281,7 @@ def test_unquantised_values(nano: Made) -> None:
             assert abs(values.std() / deviation - 1) < 0.1, name
 
 
-def test_streams_are_told_apart(nano: Made) -> None:
+def test_hc_bases_distinguish_the_streams(nano: Made) -> None:
     """The comb part of an hc base favours the diagonal; pre and post come first."""
     with Checkpoint.open(nano.directory) as checkpoint:
         bases = torch.stack([checkpoint.read(f"layers.{i}.hc_ffn_base") for i in range(43)])
@@ -394,7 +394,7 @@ synth(sys.argv[2], ModelConfig.from_file(sys.argv[1]), seed=0, progress=progress
 """
 
 
-def test_a_killed_run_is_no_checkpoint_and_no_obstacle(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_replaced(tmp_path: Path) -> None:
     args = [sys.executable, "-c", KILLED, str(GOLDEN_MINI / "ckpt"), str(tmp_path / "c")]
     assert subprocess.run(args, check=False).returncode == -9
     assert [p.name for p in tmp_path.iterdir()] == ["c.partial"]
@@ -405,7 +405,7 @@ def test_a_killed_run_is_no_checkpoint_and_no_obstacle(tmp_path: Path) -> None:
     assert digests(tmp_path / "c") == digests(tmp_path / "d")
 
 
-def test_two_writers_do_not_meet(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.partial").mkdir()
     fd = os.open(tmp_path / "c.partial", os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)

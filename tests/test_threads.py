@@ -61,7 +61,7 @@ def test_pieces_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("function", [sigmoid, softplus], ids=["sigmoid", "softplus"])
-def test_position_in_the_vector_changes_no_bits(function: Callable[[Tensor], Tensor]) -> None:
+def test_position_in_a_tensor_changes_no_bits(function: Callable[[Tensor], Tensor]) -> None:
     """torch's own takes other exponentials for the last elements of a tensor."""
     x = 4 * torch.randn(4099, dtype=torch.float64)
     whole = function(x)

@@ -57,7 +57,7 @@ def test_a_case_without_ids_is_encoded_with_the_checkpoints_own_tokenizer(tmp_pa
     assert load(own, options={}, environ={}).case("mine").input_ids == (0,)
 
 
-def test_without_a_tokenizer_the_releases_own_serves(tmp_path: Path) -> None:
+def test_without_a_tokenizer_the_releases_is_used(tmp_path: Path) -> None:
     assert encode("What is rain?", tmp_path) == encode("What is rain?", shipped_tokenizer())
 
 

@@ -146,7 +146,7 @@ def test_the_least_tolerance_passes_and_a_smaller_one_does_not() -> None:
     assert compare(KEY, computed, recorded, below).status == "outside"
 
 
-def test_neighbours_are_excused_where_an_input_was_rounded() -> None:
+def test_bf16_neighbours_are_accepted_after_a_rounded_input() -> None:
     """Two BF16 neighbours in 2000 elements, if an input is known in FP32 only; no more."""
     computed = torch.ones(1, 2, 1000, dtype=torch.bfloat16)
     recorded = torch.ones(1, 2, 1000)
@@ -168,7 +168,7 @@ def test_not_a_number_says_where_it_starts() -> None:
     assert (found.status, found.note) == ("nan", "4 of 8 not finite, from block 2 on")
 
 
-def test_a_choice_as_good_is_no_failure() -> None:
+def test_a_choice_with_equal_scores_passes() -> None:
     computed, recorded = i32([5, 1]), i32([5, 2])
     asked: list[tuple[Tensor, Tensor]] = []
 

@@ -141,7 +141,7 @@ def test_integers_of_another_width(tmp_path: Path) -> None:
     assert [(c.key, c.status) for c in result.comparisons if c.fails] == [(key, "dtype")]
 
 
-def test_indices_that_point_anywhere(tmp_path: Path) -> None:
+def test_indices_out_of_range(tmp_path: Path) -> None:
     """The table is wrong; the attention that cannot follow it is an error, not a crash."""
     key = "layers.0.attn.sparse_attn.in.topk_idxs"
     result = damaged(tmp_path, lambda t: t[key].fill_(10**6))
@@ -269,6 +269,6 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         ({"jobs": 0}, "--jobs: expected at least 1, found 0"),
     ],
 )
-def test_senseless_requests(options: dict[str, object], words: str) -> None:
+def test_invalid_requests(options: dict[str, object], words: str) -> None:
     with pytest.raises(InputError, match=words):
         verify_file(GOLDEN_MINI / "len3.safetensors", LEN3.ckpt, **options)  # type: ignore[arg-type]

@@ -176,7 +176,7 @@ def test_without_llm(tmp_path: Path) -> None:
         run(tmp_path, node())
 
 
-def test_somebody_elses_description(tmp_path: Path) -> None:
+def test_another_description(tmp_path: Path) -> None:
     """A small description of the embedding alone: judged by tolerance, the rest is not covered."""
     text = node(
         "return table.index_select(0, x.reshape(-1)).reshape(1, -1, 128)",
@@ -192,7 +192,7 @@ def test_somebody_elses_description(tmp_path: Path) -> None:
     assert not result.passed
 
 
-def test_what_a_description_prints_and_sets_stays_with_it(tmp_path: Path) -> None:
+def test_a_description_does_not_change_output_or_environment(tmp_path: Path) -> None:
     """Environment, vt_lang and thread count are as before, whatever the file did."""
     import os
     import sys
@@ -218,7 +218,7 @@ def test_the_model_keeps_the_rules() -> None:
     assert all(spec.doc for spec in nodes.values())
 
 
-def test_the_model_knows_nothing_of_the_port() -> None:
+def test_model_vt_imports_nothing_of_v4tool() -> None:
     """No import but the standard library, torch and vt_lang."""
     tree = ast.parse(OWN_DESCRIPTION.read_text())
     imported = {

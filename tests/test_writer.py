@@ -49,7 +49,7 @@ def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
         assert torch.equal(found[name], expected), name
 
 
-def test_values_that_go_over_the_end_of_a_piece(tmp_path: Path) -> None:
+def test_values_across_buffer_boundaries(tmp_path: Path) -> None:
     """What lies between two pieces of memory, or fills several, comes out as it went in."""
     values = {
         "most of one": torch.arange(BUFFER_BYTES // 4 - 2, dtype=torch.int32),
@@ -205,7 +205,7 @@ def test_a_directory_that_is_not_writable(tmp_path: Path) -> None:
         write(tmp_path / "a.safetensors", TENSORS)
 
 
-def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"):
         write(tmp_path / "file" / "a.safetensors", TENSORS)
@@ -231,7 +231,7 @@ def test_a_killed_run_leaves_a_partial_file_that_the_next_one_replaces(tmp_path:
     assert {p.name for p in tmp_path.iterdir()} == {"a.safetensors"}
 
 
-def test_the_disk_begins_while_the_file_grows(
+def test_write_back_starts_before_the_file_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every byte is handed to the disk once and in order, but for less than WRITE_BACK at the end.

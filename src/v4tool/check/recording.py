@@ -24,6 +24,7 @@ from v4tool.check.embeddings import check_embeddings
 from v4tool.check.experts import check_experts
 from v4tool.check.file_tensors import FileTensors
 from v4tool.check.findings import Findings
+from v4tool.check.form import sorted_by_name
 from v4tool.check.rules import RULES, Rule
 from v4tool.check.specification import (
     Expectation,
@@ -44,6 +45,7 @@ from v4tool.record.scan import FileScan, Header, read_header
 if TYPE_CHECKING:
     from v4tool.checkpoint.shards import Checkpoint
 
+SORTED = " (tensors sorted by name as other writers do: the same values have another hash)"
 Progress = Callable[[int], None]
 """Called with the number of bytes read from the file since the last call."""
 
@@ -264,7 +266,8 @@ class _Check:
                 self.findings.applied("payload sha256", self.header.entries)
                 if digest != self.payload_sha256:
                     expected = f"{digest} as in the {where}"
-                    self.findings.report("payload", "payload sha256", expected, self.payload_sha256)
+                    found = self.payload_sha256 + (SORTED if sorted_by_name(self.header) else "")
+                    self.findings.report("payload", "payload sha256", expected, found)
         if self.manifest is not None:
             self.findings.applied("header sha256", self.header.entries)
             if self.manifest.header_sha256 != self.header.sha256:

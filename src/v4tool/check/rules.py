@@ -66,6 +66,7 @@ _SPECIFICATION = _rules(
     ),
     ("key missing", "every key that configuration, prompt length and routing require is present"),
     ("key unknown", "there is no other key"),
+    ("form", "floats are F32, the batch is the first dimension, dimensions have SPEC 6's order"),
     ("dtype", "every key has the dtype of SPEC section 6"),
     ("shape", "every key has the shape of SPEC section 6"),
     ("expert group", "a recorded expert has all of out, w1.out, w2.out and w3.out"),

@@ -6,18 +6,20 @@ data: they are compared with the recorded `gate.out.1`. Left out: the values of 
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from v4tool.check.file_tensors import FileTensors
 from v4tool.check.findings import Findings
+from v4tool.check.form import common_forms
 from v4tool.config import ModelConfig
 from v4tool.names import (
     EXPERT,
     EXPERT_OUTPUTS,
     Keys,
+    KeySpec,
     Kind,
     generic,
     is_expert,
@@ -101,15 +103,19 @@ def _decode_steps(header: Header) -> int:
 
 def check_keys(header: Header, expected: Expectation, findings: Findings) -> None:
     """Check names, dtypes and shapes of all keys; fills `expected.usable`."""
-    for rule in ("key missing", "key unknown", "dtype", "shape"):
+    for rule in ("key missing", "key unknown", "form", "dtype", "shape"):
         findings.applied(rule, header.entries)
     if not expected.keys:
         findings.report(
             INPUT_IDS, "input ids", "the ids of a prompt", "none in metadata or payload"
         )
         return
+    specs = {k: expected.keys.get(generic(k)) if "<E>" not in k else None for k in header.entries}
+    explained = _check_form(header, specs, findings)
     for key, entry in header.entries.items():
-        spec = expected.keys.get(generic(key)) if "<E>" not in key else None
+        spec = specs[key]
+        if key in explained:
+            continue
         if spec is None:
             findings.report(
                 key, "key unknown", "a key of this configuration and length", "this key"
@@ -127,6 +133,17 @@ def check_keys(header: Header, expected: Expectation, findings: Findings) -> Non
                 findings.report(
                     key, "key missing", f"{spec.dtype} {list(spec.shape)}", "no such key"
                 )
+
+
+def _check_form(
+    header: Header, specs: Mapping[str, KeySpec | None], findings: Findings
+) -> frozenset[str]:
+    """Report what many tensors have in common; returns their keys, which need no own finding."""
+    known = [(spec, header.entries[key]) for key, spec in specs.items() if spec is not None]
+    forms = list(common_forms(known))
+    for form in forms:
+        findings.report("tensors", "form", form.expected, form.found)
+    return frozenset().union(*(form.keys for form in forms))
 
 
 def _fits(wanted: tuple[int | None, ...], found: tuple[int, ...]) -> bool:

@@ -25,6 +25,7 @@ from v4tool.commands.recordings import (
     check_one,
     recordings_to_judge,
 )
+from v4tool.errors import RecordingError
 
 if TYPE_CHECKING:
     from v4tool.check.recording import CheckResult
@@ -83,6 +84,7 @@ def verify(
             check_one(recording, checkpoint.config, None, partial=partial, quiet=quiet)
             for recording in chosen
         ]
+    require_our_form(checks)
     results = [
         verify_one(
             recording, weights, quiet=quiet, chained=chained, node=node, layer=layer, atol=atol,
@@ -98,6 +100,15 @@ def verify(
         keep_evidence(recording, checked, result)
     if not all(checked.ok for checked in checks) or not all(r.passed for r in results):
         raise typer.Exit(1)
+
+
+def require_our_form(checks: list["CheckResult"]) -> None:
+    """RecordingError, one line, where a file's tensors have another form than a recording's."""
+    for checked in checks:
+        forms = [f for f in checked.findings if f.rule == "form"]
+        if forms:
+            texts = [f"expected {f.expected}, found {f.found}" for f in forms]
+            raise RecordingError(f"{checked.path}: {'; '.join(texts)}")
 
 
 def verify_one(

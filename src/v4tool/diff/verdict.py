@@ -21,7 +21,7 @@ OUTLIER = 32.0
 """A residue this many times the typical one is an outlier: on sound ports in FP32 the largest of
 all residues is within 4 times the median.
 """
-NAMED = 20.0
+NAMED = 8.0
 """A fault is named where it lowers the residue by at least this factor, to within the bound."""
 
 
